@@ -18,7 +18,6 @@ from torch import Tensor
 
 import weft
 from weft.lab.selection import KNOWN, by_options
-from weft.quant import Copy
 from weft.runtime.launch import choosing_for
 
 ROWS = 5
@@ -27,8 +26,7 @@ ROWS = 5
 def tensors(result: object) -> Iterator[Tensor]:
     """The plain tensors of a result, codes and scales among them."""
     if isinstance(result, weft.QTensor):
-        for copy in (result.rowwise, result.columnwise):
-            yield from tensors(tuple(copy) if isinstance(copy, Copy) else ())
+        yield from tensors((result.rowwise, result.columnwise))
     elif isinstance(result, Tensor):
         yield result.detach()
     elif isinstance(result, (tuple, list)):

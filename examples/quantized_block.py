@@ -61,7 +61,7 @@ def main() -> None:
     for name, got, right in zip(("dx", "dgamma", "dweight"), gradients, exact, strict=True):
         print(f"{name:<9} {relative_error(got, right):.4f}")
 
-    a = layouts.to_layout(q.rowwise, q.format, "deepgemm_sm90", operand="a")
+    a = layouts.to_layout(q.rowwise, "deepgemm_sm90", operand="a")
     print(
         f"for DeepGEMM: data {tuple(a.data.shape)} {a.data.dtype}, scale {tuple(a.scale.shape)} {a.scale.stride()}"
     )

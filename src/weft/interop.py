@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from .ops import matmul
-from .quant import Copy, Format, QTensor
-from .quant.layouts import Buffers, from_layout
+from .quant import Codes, Format, QTensor
+from .quant.layouts import ForeignCodes, from_layout
 
 T = TypeVar("T")
 
@@ -100,9 +100,8 @@ def _quantised(
     format = Format(block, _ELEMENTS[codes.dtype])  # type: ignore[arg-type]
     rows, width = codes.shape if operand == "a" else (codes.shape[1], codes.shape[0])
     shape = (rows, width * format.packed)
-    scales, whole = _listed(scale), None
-    if block == "nvfp4":
-        whole = scales[1].reshape(())
+    scales = _listed(scale)
+    global_scale = scales[1].reshape(()) if block == "nvfp4" else None
     swizzled = any(one.name == "SWIZZLE_32_4_4" for one in _listed(swizzle))
     if block in ("mx", "nvfp4") and not swizzled:
         wanted = format.scale_shape(*shape)
@@ -111,7 +110,8 @@ def _quantised(
                 f"the scale of {name} must be swizzled 32x4x4, or of shape {wanted}; got {tuple(scales[0].shape)}"
             )
         data = codes if operand == "a" else codes.t()
-        copy = Copy(data.view(format.number.dtype), scales[0].view(format.scale_dtype), whole)
+        found = Codes(data.view(format.number.dtype), scales[0].view(format.scale_dtype), global_scale)
     else:
-        copy = from_layout(Buffers(codes, scales[0], whole), format, "torch_v2", shape, operand=operand)
-    return QTensor(shape, torch.bfloat16, format, copy)
+        buffers = ForeignCodes(codes, scales[0], global_scale)
+        found = from_layout(buffers, format, "torch_v2", shape, operand=operand)
+    return QTensor(shape, torch.bfloat16, format, found)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.support.examples import example
 from weft.ops.product import linear as layer
-from weft.quant import Copy, Format
+from weft.quant import Codes, Format
 from weft.quant.reference import dequantize_copy
 
 STEPS = 30
@@ -52,11 +52,10 @@ def bf16_loss() -> float:
 # ---- the error of products ----------------------------------------------------------------------------------------
 
 
-def numbers(codes: Any) -> Tensor:
+def numbers(codes: Codes) -> Tensor:
     """The numbers [rows, K] of an operand, whose scales lie along K."""
-    f = Format.of(codes.format)
-    shape = (codes.data.shape[0], codes.data.shape[1] * f.packed)
-    return dequantize_copy(Copy(codes.data, codes.scale, codes.whole), f, shape, torch.float64)
+    shape = (codes.data.shape[0], codes.data.shape[1] * Format.of(codes.format).packed)
+    return dequantize_copy(codes, shape, torch.float64)
 
 
 class Watch:
@@ -123,11 +122,11 @@ def stale_scale(patch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, Tensor] = {}
 
     def broken(x: Tensor, spec: str, *options: Any, **more: Any) -> Any:
-        def stale(copy: Copy | None, side: int) -> Copy | None:
-            if copy is None:
+        def stale(codes: Codes | None, side: int) -> Codes | None:
+            if codes is None:
                 return None
             key = x.shape, Format.of(spec).block, side
-            return copy._replace(scale=kept.setdefault(key, copy.scale))
+            return codes._replace(scale=kept.setdefault(key, codes.scale))
 
         row, col = make(x, spec, *options, **more)
         return stale(row, 0), stale(col, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from weft.ops.common.results import Result, ResultOptions
 from weft.ops.quantize import QuantizeArgs, QuantizeOutputs
-from weft.runtime import Backward, Fields, Gradients, Nothing, Op, Written, catalogue
+from weft.runtime import Backward, Fields, Gradients, Maybe, MaybeStr, Nothing, Op, Written, catalogue
 
 
 class Scaling(NamedTuple):
@@ -83,6 +83,8 @@ def test_a_schema_is_made_of_annotations() -> None:
     class Every(NamedTuple):
         lists: Written
         others: list[Tensor]
+        maybe: Maybe
+        spec: MaybeStr
         sizes: list[int]
         flags: list[bool]
         dtype: torch.dtype
@@ -90,8 +92,8 @@ def test_a_schema_is_made_of_annotations() -> None:
         count: int | None
 
     assert Fields(Every).schema == (
-        "Tensor(lists!)[] lists, Tensor[] others, SymInt[] sizes, bool[] flags, ScalarType dtype, str? name, "
-        "SymInt? count"
+        "Tensor(lists!)[] lists, Tensor[] others, Tensor? maybe, str? spec, SymInt[] sizes, bool[] flags, "
+        "ScalarType dtype, str? name, SymInt? count"
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton_loom.testing import words
 
-from ..quant import Copy, QTensor
+from ..quant import Codes, QTensor
 from ..runtime import catalogue, recording
 from .families import Call, Workload, results_of
 from .problem import moved
@@ -90,8 +90,8 @@ def parts(named: dict[str, Any]) -> dict[str, Tensor]:
     for name, value in named.items():
         if isinstance(value, QTensor):
             for side in ("rowwise", "columnwise"):
-                for field, part in zip(Copy._fields, getattr(value, side) or (), strict=False):
-                    if part is not None:
+                for field, part in zip(Codes._fields, getattr(value, side) or (), strict=False):
+                    if isinstance(part, Tensor):
                         found[f"{name}.{side}.{field}"] = part.detach()
         elif value is not None:
             found[name] = value.detach()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import QTensor
-from ..quant import Copy
+from ..quant import Codes
 from . import oracle
 
 
@@ -70,12 +70,12 @@ def assert_copies(
     assert not rest[:, ~used].count_nonzero(), "scales of blocks without rows"
 
 
-def _assert_copy(copy: Copy, wanted: oracle.Quantized, side: str) -> None:
-    _same(copy.data, wanted.data, f"{side} codes")
-    _same(copy.scale, wanted.scale.reshape(copy.scale.shape), f"{side} scales")
-    assert (copy.global_scale is None) == (wanted.global_scale is None), f"{side} global scale"
-    if copy.global_scale is not None and wanted.global_scale is not None:
-        assert torch.equal(copy.global_scale, wanted.global_scale), f"{side} global scale"
+def _assert_copy(codes: Codes, wanted: oracle.Quantized, side: str) -> None:
+    _same(codes.data, wanted.data, f"{side} codes")
+    _same(codes.scale, wanted.scale.reshape(codes.scale.shape), f"{side} scales")
+    assert (codes.global_scale is None) == (wanted.global_scale is None), f"{side} global scale"
+    if codes.global_scale is not None and wanted.global_scale is not None:
+        assert torch.equal(codes.global_scale, wanted.global_scale), f"{side} global scale"
 
 
 def _same(got: Tensor, wanted: Tensor, what: str) -> None:

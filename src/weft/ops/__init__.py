@@ -1,9 +1,11 @@
-"""The ops, one file a family. Importing this package fills the catalogue."""
+"""The ops, one file a family. Importing this package fills the catalogue, and lets QTensors call ops."""
 
+from ..quant.qtensor import Ops, connect
 from .attention.attention import Attention, attention
 from .attention.decode import attention_decode, mla_decode
 from .attention.merge import merge_attention
 from .common.engines import record_engines
+from .common.quantized import run
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -31,7 +33,9 @@ from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
 from .product.matmul import matmul
 from .product.recipes import Recipe
-from .quantize import dequantize, quantize
+from .quantize import dequantize, dequantize_codes, quantize
+
+connect(Ops(dequantize_codes, run))
 
 __all__ = [
     "CONVENTIONS",

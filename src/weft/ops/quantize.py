@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..language import tl, triton
-from ..quant import Copy, Format, QTensor
+from ..quant import Codes, Format, QTensor
 from ..quant.copies import check_codes
-from ..quant.qtensor import register_decoder, stand_in
+from ..quant.qtensor import stand_in
 from ..quant.reference import amax_reference, dequantize_copy, hadamard_reference, quantize_copies
 from ..runtime import (
     Backward,
@@ -57,8 +57,8 @@ from ..tiles import (
 from .common.checks import FLOATS, check_input, check_tensor, whole
 from .common.copies import (
     STRIPE,
-    Codes,
     Encoding,
+    StridedCodes,
     Stripe,
     StripeConfig,
     Tile,
@@ -99,7 +99,7 @@ class QuantizeOutputs(NamedTuple):
 
 
 class DequantizeArgs(NamedTuple):
-    data: Tensor  # codes of a copy
+    data: Tensor  # the members of `Codes`
     scale: Tensor
     global_scale: Tensor | None
     format: str
@@ -189,7 +189,7 @@ def _quantize_rows_kernel(
     cols,
     row_programs,
     x_stride,
-    copy: Codes,  # row-wise; absent to find amax alone
+    copy: StridedCodes,  # row-wise; absent to find amax alone
     seed_low,
     seed_high,
     INPUT_MAX: tl.constexpr,
@@ -275,8 +275,8 @@ def _quantize_stripe_kernel(
     rows,
     cols,
     x_stride,
-    copy: Codes,  # row-wise
-    copy_t: Codes,  # column-wise
+    copy: StridedCodes,  # row-wise
+    copy_t: StridedCodes,  # column-wise
     seed_low,
     seed_high,
     INPUT_MAX: tl.constexpr,
@@ -323,7 +323,7 @@ def _quantize_stripe_kernel(
             codes = round_to(scaled(x, factor[None, :], FORMAT), random_t, FORMAT, CAST)
             store_transposed(codes, copy_t, Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED), FORMAT)
     elif ROTATED:
-        nothing = Codes(None, None, 0, 0, 0)
+        nothing = StridedCodes(None, None, 0, 0, 0)
         if copy.data is not None:
             store_stripe(
                 x,
@@ -503,7 +503,7 @@ class _Quantize:
         return -(-self.cols // self.stripe_config.tile)
 
     def rows_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         x, cols = self.x, self.cols
         tile_rows, tile, warps = row_config("quantize", cols, self.target)
@@ -525,8 +525,8 @@ class _Quantize:
 
     def stripes_pass(
         self,
-        row: Copy | None,
-        col: Copy | None,
+        row: Codes | None,
+        col: Codes | None,
         given: Tensor | None,
         wants_amax: bool,
         given_t: Tensor | None = None,
@@ -569,7 +569,7 @@ class _Quantize:
         ):
             scales = [] if scale is None else [scale]
             reduce_amax(partials, self.format, self.x.dtype, amax=largest, scales=scales)
-        self.stripes_pass(result.rowwise, result.columnwise, given, False, given_t=given_t)
+        self.stripes_pass(*result.copies(self.format.spec), given, False, given_t=given_t)
 
 
 def _launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
@@ -644,7 +644,7 @@ quantize_op = QuantizeOp()
 
 class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", variants=16):
     def validate(self, a: DequantizeArgs) -> None:
-        return check_codes("the tensor", a.data, a.scale, a.global_scale, a.format, a.data.shape[0], a.cols)
+        check_codes("the tensor", Codes(*a[:4]), a.data.shape[0], a.cols)
 
     def allocate(self, a: DequantizeArgs) -> DequantizeOutputs:
         return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
@@ -669,25 +669,19 @@ class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", var
         )
 
     def reference(self, a: DequantizeArgs) -> DequantizeOutputs:
-        copy = Copy(a.data, a.scale, a.global_scale)
-        return DequantizeOutputs(
-            dequantize_copy(copy, Format.of(a.format), (a.data.shape[0], a.cols), a.dtype)
-        )
+        return DequantizeOutputs(dequantize_copy(Codes(*a[:4]), (a.data.shape[0], a.cols), a.dtype))
 
 
 dequantize_op = DequantizeOp()
 
 
-def dequantize_codes(copy: Copy, format: str, cols: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [rows, cols] that a row-wise copy in this format stands for."""
-    f = Format.of(format)
+def dequantize_codes(codes: Codes, cols: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [rows, cols] for which codes stand."""
+    f = Format.of(codes.format)
     if f.hadamard != "rowwise":
-        return dequantize_op(DequantizeArgs(*copy, format, cols, dtype)).values
-    stored = DequantizeArgs(*copy, f.stored.spec, f.length(cols), torch.float32)
+        return dequantize_op(DequantizeArgs(*codes, cols, dtype)).values
+    stored = DequantizeArgs(*codes._replace(format=f.stored.spec), f.length(cols), torch.float32)
     return hadamard_reference(dequantize_op(stored).values, inverse=True)[:, :cols].to(dtype)
-
-
-register_decoder(dequantize_codes)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

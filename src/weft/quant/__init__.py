@@ -1,9 +1,9 @@
 """Number formats: what a scale means, and where its bytes lie."""
 
 from . import layouts
-from .copies import Copy
+from .copies import PLAIN, Codes
 from .formats import CONVENTIONS, ELEMENTS, Format
 from .qtensor import QTensor
 from .reference import scale_from_amax
 
-__all__ = ["CONVENTIONS", "ELEMENTS", "Copy", "Format", "QTensor", "layouts", "scale_from_amax"]
+__all__ = ["CONVENTIONS", "ELEMENTS", "PLAIN", "Codes", "Format", "QTensor", "layouts", "scale_from_amax"]

@@ -1,4 +1,4 @@
-"""The copies that a `QTensor` holds: how they lie in memory, cutting rows out of them, and joining shards of rows.
+"""`Codes`, a quantized copy of a matrix: how it lies in memory, cutting rows out of it, and joining shards of rows.
 
 Row-wise codes are [M, K] without padding. Column-wise codes are [K, M] with rows padded to 16 bytes, so that a kernel
 stores 128 bits at a time and a GEMM can read them by bulk copies whatever M is. Scales of 1x128 lie column by column,
@@ -9,25 +9,40 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from .formats import Format
+from ..runtime import Maybe, MaybeStr
+from .formats import Format, transposed_spec
 
 
-class Copy(NamedTuple):
-    """One quantised copy of a 2-D tensor: codes, scales, and nvfp4's scale of the whole tensor."""
+class Codes(NamedTuple):
+    """One quantized copy of a matrix: codes, scales, and the format by which to read them.
 
-    data: Tensor
-    scale: Tensor
-    global_scale: Tensor | None = None
+    Quantizers make it, a `QTensor` holds one or two, and ops take it among their arguments. A column-wise copy is the
+    row-wise copy of the transpose, and its format that of the transpose.
+    """
+
+    data: Maybe
+    scale: Maybe
+    global_scale: Tensor | None = None  # nvfp4's, one for the tensor
+    format: MaybeStr = None  # type: ignore[assignment]  # the spec of the format in which the copy is a row-wise one
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Codes:
+        """Apply a function to each tensor."""
+        data, scale, global_scale, format = self
+        last = None if global_scale is None else function(global_scale)
+        return Codes(function(data), function(scale), last, format)
 
 
-Copies = tuple[Copy | None, Copy | None]  # row-wise, column-wise
+# Among the arguments of an op: the tensor beside it is not quantized.
+PLAIN = Codes(None, None)  # type: ignore[arg-type]
+
+Copies = tuple[Codes | None, Codes | None]  # row-wise, column-wise
 
 
 # ---- room -----------------------------------------------------------------------------------------------
@@ -53,8 +68,8 @@ def allocate_parts(
     spec: str, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> list[Tensor | None]:
     """Room for the copies of a [rows, cols] tensor in a format: codes and scales of the row-wise copy, codes and scales
-    of the column-wise one, nvfp4's scale of the whole tensor, and one for the column-wise copy alone if a copy is
-    rotated; None for what there is not."""
+    of the column-wise one, nvfp4's global_scale, and one for the column-wise copy alone if a copy is rotated; None for
+    what there is not."""
     # The sizes of a traced call may be symbols, which no cache takes.
     find = _known_rooms if type(rows) is int and type(cols) is int else _rooms
     return [
@@ -100,33 +115,24 @@ def allocate_copies(
     format: Format, rows: int, cols: int, device: torch.device, *, rowwise: bool, columnwise: bool
 ) -> Copies:
     """Room for the copies of a [rows, cols] tensor that are asked for."""
+    spec = format.spec
     data, scale, data_t, scale_t, last, last_t = allocate_parts(
-        format.spec, rows, cols, device, rowwise=rowwise, columnwise=columnwise
+        spec, rows, cols, device, rowwise=rowwise, columnwise=columnwise
     )
-    row = None if data is None or scale is None else Copy(data, scale, last)
+    row = None if data is None or scale is None else Codes(data, scale, last, spec)
     if data_t is None or scale_t is None:
         return row, None
-    return row, Copy(data_t, scale_t, last if last_t is None else last_t)
+    return row, Codes(data_t, scale_t, last if last_t is None else last_t, transposed_spec(spec))
 
 
 # ---- what a reader of codes relies on -------------------------------------------------------------------
 
 
-def check_codes(
-    name: str,
-    data: Tensor | None,
-    scale: Tensor | None,
-    global_scale: Tensor | None,
-    spec: str | None,
-    rows: int,
-    length: int,
-    *,
-    blocks: int | None = None,
-) -> None:
-    """Raise an error unless these are no codes at all, or the row-wise codes of `rows` rows of `length` numbers in the
-    format `spec`, alone or one such matrix for each group. `blocks`: how many scales a row has, if its blocks do not
-    simply follow each other. Every op that reads codes calls this: whoever hands it others is told, and never gets a
-    result from misread bytes."""
+def check_codes(name: str, codes: Codes, rows: int, length: int, *, blocks: int | None = None) -> None:
+    """Raise an error unless the codes are `PLAIN`, or those of `rows` rows of `length` elements in their format, alone
+    or one such matrix for each group. `blocks`: how many scales a row has, if its blocks do not simply follow each
+    other. Every op that reads codes calls this: misread bytes never become a result."""
+    data, scale, global_scale, spec = codes
     if data is None or scale is None or spec is None:
         if data is not None or scale is not None or global_scale is not None:
             raise ValueError(f"{name} has codes, scales or a format without the others")
@@ -168,7 +174,7 @@ def _problem_of_codes(
     if scale_shape != wanted_scale:
         return f"its scales have the shape {scale_shape} where {wanted_scale} is meant"
     if has_global_scale != (f.stored.block == "nvfp4"):
-        return f"a scale of the whole tensor is {'left over' if has_global_scale else 'missing'}"
+        return f"its global_scale is {'left over' if has_global_scale else 'missing'}"
     return None
 
 
@@ -177,22 +183,29 @@ def _problem_of_codes(
 
 class _Part(NamedTuple):
     """A tensor of a copy, and where it has the rows of [M, K]: each index of its dimension `dim` belongs to `each`
-    rows. If `each` is 0, the whole tensor belongs to all rows."""
+    rows. If `each` is 0, all of it belongs to all rows."""
 
     tensor: Tensor
     dim: int
     each: int
 
 
-def _parts(format: Format, copies: Copies) -> list[_Part]:
-    rowwise, columnwise = copies
+def format_of(copies: Copies) -> Format:
+    """Return the format of the tensor that has these copies."""
+    row, col = copies
+    assert row or col
+    return Format.of(row.format) if row else Format.of(col.format).transposed  # type: ignore[union-attr]
+
+
+def _parts(copies: Copies) -> list[_Part]:
+    (rowwise, columnwise), format = copies, format_of(copies)
     found = []
     if rowwise is not None:
         found += [_Part(rowwise.data, 0, 1), _Part(rowwise.scale, 0, format.block_rows)]
     if columnwise is not None:
         found += [_Part(columnwise.data, 1, format.packed), _Part(columnwise.scale, 1, format.group)]
     held = [copy for copy in copies if copy is not None]
-    for copy in held if format.hadamard else held[:1]:  # otherwise both have one scale of the whole tensor
+    for copy in held if format.hadamard else held[:1]:  # otherwise both have one global_scale
         if copy.global_scale is not None:
             found.append(_Part(copy.global_scale, 0, 0))
     return found
@@ -200,36 +213,37 @@ def _parts(format: Format, copies: Copies) -> list[_Part]:
 
 def _assembled(copies: Copies, tensors: Iterable[Tensor]) -> Copies:
     """Copies with the same members as these, made of tensors in the order of `_parts`."""
-    rest, count = list(tensors), sum(copy is not None for copy in copies)
-    whole: list[Tensor | None] = [*rest[2 * count :]] or [None]  # of each copy, or one for both
-    made = [Copy(rest[2 * i], rest[2 * i + 1], whole[min(i, len(whole) - 1)]) for i in range(count)]
+    rest, specs = list(tensors), [copy.format for copy in copies if copy is not None]
+    last: list[Tensor | None] = [*rest[2 * len(specs) :]] or [None]  # of each copy, or one for both
+    made = [
+        Codes(rest[2 * i], rest[2 * i + 1], last[min(i, len(last) - 1)], spec) for i, spec in enumerate(specs)
+    ]
     return made[0] if copies[0] is not None else None, made[-1] if copies[1] is not None else None
 
 
-def row_unit(format: Format, copies: Copies, rows: int) -> int:
+def row_unit(copies: Copies, rows: int) -> int:
     """The smallest number of rows such that cuts at its multiples split no block and no byte of these copies."""
-    if in_slots(format, copies[1], rows):
+    if in_slots(copies[1], rows):
         return max(rows, 1)  # rows cannot be cut anywhere
-    return math.lcm(*(part.each for part in _parts(format, copies) if part.each))
+    return math.lcm(*(part.each for part in _parts(copies) if part.each))
 
 
-def in_slots(format: Format, columnwise: Copy | None, rows: int) -> bool:
+def in_slots(columnwise: Codes | None, rows: int) -> bool:
     """Return whether the blocks of a column-wise copy begin anew with each group of rows, as `glu` and `permute` make
     it, rather than every so many rows: only who knows the groups can read it."""
-    return (
-        columnwise is not None
-        and format.group != 0
-        and columnwise.scale.shape[1] != -(-format.length(rows, "columnwise") // format.group)
-    )
+    if columnwise is None:
+        return False
+    f = Format.of(columnwise.format)
+    return f.group != 0 and columnwise.scale.shape[1] != -(-f.length(rows) // f.group)
 
 
-def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
+def cut_rows(copies: Copies, start: int, stop: int) -> Copies:
     """The rows from `start` up to `stop`, as views. Both are multiples of `row_unit`, except that `stop` may be the
-    end. A scale of the whole tensor or of a whole column is the same for the cut rows."""
-    end = stop, format.length(stop, "columnwise")
+    end. A scale of the tensor or of a column is the same for the cut rows."""
+    end = stop, format_of(copies).length(stop, "columnwise")
     cut = [
         tensor.narrow(dim, start // each, -(-end[dim] // each) - start // each) if each else tensor
-        for tensor, dim, each in _parts(format, copies)
+        for tensor, dim, each in _parts(copies)
     ]
     return _assembled(copies, cut)
 
@@ -237,11 +251,11 @@ def cut_rows(format: Format, copies: Copies, start: int, stop: int) -> Copies:
 # ---- shards of ranks, as FSDP2 gathers them -------------------------------------------------------------
 
 
-def shard_bytes(format: Format, copies: Copies) -> list[Tensor]:
+def shard_bytes(copies: Copies) -> list[Tensor]:
     """The tensors that ranks exchange: the parts of copies that have rows, with rows as the first dimension and
     contiguous; 8-bit types as uint8."""
     sent = []
-    for tensor, dim, each in _parts(format, copies):
+    for tensor, dim, each in _parts(copies):
         if each:
             tensor = (tensor if dim == 0 else tensor.t()).contiguous()
             sent.append(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
@@ -249,12 +263,7 @@ def shard_bytes(format: Format, copies: Copies) -> list[Tensor]:
 
 
 def join_shards(
-    format: Format,
-    shard: Copies,
-    gathered: Sequence[Tensor],
-    rows: int,
-    cols: int,
-    into: Copies | None = None,
+    shard: Copies, gathered: Sequence[Tensor], rows: int, cols: int, into: Copies | None = None
 ) -> tuple[Copies, list[Tensor]]:
     """(copies, allocated): the copies of [rows, cols] from the gathered `shard_bytes` of all ranks, and the tensors
     that had to be allocated for them. Parts with another memory layout are copied; the others are views.
@@ -263,16 +272,14 @@ def join_shards(
     the allocated ones may have been freed in between.
     """
     wanted = {"rowwise": shard[0] is not None, "columnwise": shard[1] is not None}
-    meta = [
-        part.tensor
-        for part in _parts(format, allocate_copies(format, rows, cols, torch.device("meta"), **wanted))
-    ]
+    on_meta = allocate_copies(format_of(shard), rows, cols, torch.device("meta"), **wanted)
+    meta = [part.tensor for part in _parts(on_meta)]
     rest = iter(gathered)
     filled: list[Tensor | None] = [None] * len(meta)
     if into is not None:
-        filled = [part.tensor for part in _parts(format, into)]
+        filled = [part.tensor for part in _parts(into)]
     allocated: list[Tensor] = []
-    for i, (part, like) in enumerate(zip(_parts(format, shard), meta, strict=True)):
+    for i, (part, like) in enumerate(zip(_parts(shard), meta, strict=True)):
         if part.each:
             found = next(rest).view(part.tensor.dtype)
             found = found if part.dim == 0 else found.t()

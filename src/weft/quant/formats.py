@@ -364,6 +364,11 @@ class Format:
         return self.spec
 
 
+def transposed_spec(spec: str) -> str:
+    """Return the spec of `Format.transposed`, in little time: most formats are their own."""
+    return Format.of(spec).transposed.spec if ":hadamard-" in spec else spec
+
+
 def read_alike(spec: str, other: str) -> bool:
     """Return whether codes of two formats are read alike: they differ at most in how their scales were made."""
     a, b = Format.of(spec), Format.of(other)

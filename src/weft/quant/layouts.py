@@ -1,12 +1,12 @@
 """One quantised tensor as the buffers that other libraries' matrix products take, and back.
 
-    buffers = to_layout(copy, format, "deepgemm_sm90", operand="a")
-    copy = from_layout(buffers, format, "deepgemm_sm90", (rows, cols), operand="a")
+    buffers = to_layout(codes, "deepgemm_sm90", operand="a")
+    codes = from_layout(buffers, format, "deepgemm_sm90", (rows, cols), operand="a")
 
-A `Copy` is the row-wise copy of a [rows, cols] matrix; a column-wise copy is the row-wise copy of the
+`Codes` are the row-wise copy of a [rows, cols] matrix; a column-wise copy is the row-wise copy of the
 transpose, so (rows, cols) below is (M, K) for the one and (K, M) for the other. Elements are never decoded or
 rounded again: data and scales only change their order, strides, padding and the dtype by which their bytes
-are called. Where our bytes already agree with what the consumer wants, the buffers are views of the copy.
+are called. Where our bytes already agree with what the consumer wants, the buffers are views of the codes.
 
 | layout           | block          | scale                                                                |
 |------------------|----------------|----------------------------------------------------------------------|
@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .copies import Copy
+from .copies import Codes
 from .formats import Format
 
 Operand = Literal["a", "b"]
@@ -62,8 +62,9 @@ _TINY_BITS = 0x00400000  # 2^-127, which e8m0 writes as 0 and fp32 as a subnorma
 _NVFP4_MAX = 2688.0  # 448 * 6
 
 
-class Buffers(NamedTuple):
-    """What a consumer takes. NVFP4 adds `global_scale` (0-d), or `amax` ([1]) where the consumer is TE."""
+class ForeignCodes(NamedTuple):
+    """Codes and scales in a consumer's layout, which nothing of Weft reads. NVFP4 adds `global_scale` (0-d), or `amax`
+    ([1]) where the consumer is TE."""
 
     data: Tensor
     scale: Tensor
@@ -95,8 +96,8 @@ class Layout:
     name: str
     takes: str
     accepts: tuple[tuple[str, tuple[str, ...], str], ...]
-    to: Callable[[Copy, _Case], Buffers]
-    back: Callable[[Buffers, _Case], Copy]
+    to: Callable[[Codes, _Case], ForeignCodes]
+    back: Callable[[ForeignCodes, _Case], Codes]
 
     def supports(self, format: Format | str, operand: Operand = "a") -> bool:
         format = Format.of(format).stored
@@ -109,60 +110,54 @@ class Layout:
 
 
 def to_layout(
-    copy: Copy,
-    format: Format | str,
-    name: str,
-    *,
-    operand: Operand = "a",
-    columnwise: bool = False,
-    check: bool = False,
-) -> Buffers:
-    """The buffers that consumer `name` takes for this copy.
+    codes: Codes, name: str, *, operand: Operand = "a", columnwise: bool = False, check: bool = False
+) -> ForeignCodes:
+    """The buffers that consumer `name` takes for these codes.
 
     - `operand`: the side of the product, a [M, K] @ b [N, K]^T. Only torch and DeepGEMM on SM90 tell them
       apart.
-    - `columnwise`: the copy is a column-wise one. Only TE's MXFP8 tells them apart.
+    - `columnwise`: the codes are those of a column-wise copy. Only TE's MXFP8 tells them apart.
     - `check`: wait for the device and raise ValueError if a scale cannot be packed by `deepgemm_sm100`.
       Without it such a scale becomes NaN, see `pack_ue8m0`.
     """
-    format = Format.of(format).stored
+    format = Format.of(codes.format).stored
     layout = _layout(name, format, operand)
-    if copy.data.dim() != 2:
-        raise ValueError(f"data must be 2-D; got {tuple(copy.data.shape)}")
-    rows, cols = copy.data.shape[0], copy.data.shape[1] * format.packed
+    if codes.data.dim() != 2:
+        raise ValueError(f"data must be 2-D; got {tuple(codes.data.shape)}")
+    rows, cols = codes.data.shape[0], codes.data.shape[1] * format.packed
     shape = format.scale_shape(rows, cols)
     # A tensor without elements may have a scale all the same, if its maker gave it one.
     allowed = {"tensor": (1, 1), "row": (rows, 1)}.get(format.block, shape)
-    if tuple(copy.scale.shape) not in (shape, allowed):
+    if tuple(codes.scale.shape) not in (shape, allowed):
         raise ValueError(
-            f"scale of {format} data {tuple(copy.data.shape)} must have shape {shape}; "
-            f"got {tuple(copy.scale.shape)}"
+            f"scale of {format} data {tuple(codes.data.shape)} must have shape {shape}; "
+            f"got {tuple(codes.scale.shape)}"
         )
-    _dtype("data", copy.data, format.number.dtype)
-    _dtype("scale", copy.scale, format.scale_dtype)
-    if (format.block == "nvfp4") != (copy.global_scale is not None):
+    _dtype("data", codes.data, format.number.dtype)
+    _dtype("scale", codes.scale, format.scale_dtype)
+    if (format.block == "nvfp4") != (codes.global_scale is not None):
         raise ValueError("global_scale belongs to nvfp4, and only to it")
-    return layout.to(copy, _Case(format, rows, cols, operand, columnwise, check))
+    return layout.to(codes, _Case(format, rows, cols, operand, columnwise, check))
 
 
 def from_layout(
-    buffers: Buffers,
+    buffers: ForeignCodes,
     format: Format | str,
     name: str,
     shape: tuple[int, int],
     *,
     operand: Operand = "a",
     columnwise: bool = False,
-) -> Copy:
-    """The copy behind a consumer's buffers: the inverse of `to_layout`.
+) -> Codes:
+    """The codes behind a consumer's buffers: the inverse of `to_layout`.
 
-    `shape` is (rows, cols) of the copy, hence (K, M) for a column-wise copy of an [M, K] tensor.
+    `shape` is (rows, cols) of the codes, hence (K, M) for a column-wise copy of an [M, K] tensor.
     """
     format = Format.of(format).stored
     layout = _layout(name, format, operand)
-    copy = layout.back(buffers, _Case(format, shape[0], shape[1], operand, columnwise, False))
-    _shape("data", copy.data, format.data_shape(*shape))
-    return copy
+    codes = layout.back(buffers, _Case(format, shape[0], shape[1], operand, columnwise, False))
+    _shape("data", codes.data, format.data_shape(*shape))
+    return codes._replace(format=format.spec)
 
 
 # Bytes
@@ -303,18 +298,18 @@ def _float4() -> torch.dtype:
 # Torch
 
 
-def _torch_data(copy: Copy, case: _Case) -> Tensor:
-    data = copy.data.view(_float4()) if case.format.element == "e2m1" else copy.data
+def _torch_data(codes: Codes, case: _Case) -> Tensor:
+    data = codes.data.view(_float4()) if case.format.element == "e2m1" else codes.data
     return data if case.operand == "a" else data.t()
 
 
-def _torch_back(buffers: Buffers, case: _Case, scale: Tensor) -> Copy:
+def _torch_back(buffers: ForeignCodes, case: _Case, scale: Tensor) -> Codes:
     data = buffers.data if case.operand == "a" else buffers.data.t()
-    return Copy(data.view(case.format.number.dtype), scale, buffers.global_scale)
+    return Codes(data.view(case.format.number.dtype), scale, buffers.global_scale)
 
 
-def _to_torch_v1(copy: Copy, case: _Case) -> Buffers:
-    block, scale = case.format.block, copy.scale
+def _to_torch_v1(codes: Codes, case: _Case) -> ForeignCodes:
+    block, scale = case.format.block, codes.scale
     if block in ("mx", "nvfp4"):
         scale = swizzle_32_4_4(scale)
     elif block == "1x128":
@@ -323,27 +318,27 @@ def _to_torch_v1(copy: Copy, case: _Case) -> Buffers:
         scale = _row_major(scale)
     if block in ("row", "1x128", "128x128") and case.operand == "b":
         scale = scale.t()
-    return Buffers(_torch_data(copy, case), scale, copy.global_scale)
+    return ForeignCodes(_torch_data(codes, case), scale, codes.global_scale)
 
 
-def _from_torch_v1(buffers: Buffers, case: _Case) -> Copy:
+def _from_torch_v1(buffers: ForeignCodes, case: _Case) -> Codes:
     block, scale = case.format.block, buffers.scale
     if block in ("row", "1x128", "128x128") and case.operand == "b":
         scale = scale.t()
     return _torch_back(buffers, case, _from_torch_scale(scale, case))
 
 
-def _to_torch_v2(copy: Copy, case: _Case) -> Buffers:
+def _to_torch_v2(codes: Codes, case: _Case) -> ForeignCodes:
     if case.format.block == "1x128":
-        scale = _mn_major(copy.scale, case.rows)
+        scale = _mn_major(codes.scale, case.rows)
     elif case.format.block == "128x128":
-        scale = _padded(copy.scale, case.scale_rows, _rup(case.scale_cols, 4)).t()
+        scale = _padded(codes.scale, case.scale_rows, _rup(case.scale_cols, 4)).t()
     else:
-        return _to_torch_v1(copy, case)
-    return Buffers(_torch_data(copy, case), scale)
+        return _to_torch_v1(codes, case)
+    return ForeignCodes(_torch_data(codes, case), scale)
 
 
-def _from_torch_v2(buffers: Buffers, case: _Case) -> Copy:
+def _from_torch_v2(buffers: ForeignCodes, case: _Case) -> Codes:
     scale = buffers.scale
     if case.format.block == "128x128":
         _shape("scale", scale, (_rup(case.scale_cols, 4), case.scale_rows))
@@ -362,7 +357,7 @@ def _from_torch_scale(scale: Tensor, case: _Case) -> Tensor:
 
 
 def _stored(scale: Tensor, case: _Case) -> Tensor:
-    """A scale of the right shape with the strides of a `Copy`."""
+    """A scale of the right shape with the strides that `Codes` have."""
     if not (case.format.block == "row" and tuple(scale.shape) == (case.rows, 1)):
         _shape("scale", scale, (case.scale_rows, case.scale_cols))
     return _mn_major(scale, _rup(case.rows, 4)) if case.format.block == "1x128" else _row_major(scale)
@@ -371,63 +366,63 @@ def _stored(scale: Tensor, case: _Case) -> Tensor:
 # DeepGEMM and DeepEP
 
 
-def _to_deepgemm_sm90(copy: Copy, case: _Case) -> Buffers:
-    return Buffers(copy.data, _stored(copy.scale, case))
+def _to_deepgemm_sm90(codes: Codes, case: _Case) -> ForeignCodes:
+    return ForeignCodes(codes.data, _stored(codes.scale, case))
 
 
-def _from_rows(buffers: Buffers, case: _Case) -> Copy:
-    return Copy(buffers.data, _stored(buffers.scale, case))
+def _from_rows(buffers: ForeignCodes, case: _Case) -> Codes:
+    return Codes(buffers.data, _stored(buffers.scale, case))
 
 
-def _to_deepgemm_sm100(copy: Copy, case: _Case) -> Buffers:
-    words = _words(copy.scale, case.check)
+def _to_deepgemm_sm100(codes: Codes, case: _Case) -> ForeignCodes:
+    words = _words(codes.scale, case.check)
     if case.format.block == "128x128":
         rows, cols = words.shape
         words = words.unsqueeze(1).expand(rows, 128, cols).reshape(rows * 128, cols)[: case.rows]
-    data = copy.data.view(torch.int8) if case.format.element == "e2m1" else copy.data
-    return Buffers(data, _mn_major(words, _rup(case.rows, 4), _PAD_WORD))
+    data = codes.data.view(torch.int8) if case.format.element == "e2m1" else codes.data
+    return ForeignCodes(data, _mn_major(words, _rup(case.rows, 4), _PAD_WORD))
 
 
-def _from_deepgemm_sm100(buffers: Buffers, case: _Case) -> Copy:
+def _from_deepgemm_sm100(buffers: ForeignCodes, case: _Case) -> Codes:
     packed = buffers.scale
     _shape("scale", packed, (case.rows, _cdiv(case.scale_cols, 4)))
     if case.format.block == "128x128":
         packed = packed[::128]
     scale = unpack_ue8m0(packed, case.scale_cols, case.format.scale_dtype)
-    return Copy(buffers.data.view(case.format.number.dtype), _stored(scale, case))
+    return Codes(buffers.data.view(case.format.number.dtype), _stored(scale, case))
 
 
-def _to_deepep(copy: Copy, case: _Case) -> Buffers:
-    return Buffers(copy.data, _row_major(copy.scale))
+def _to_deepep(codes: Codes, case: _Case) -> ForeignCodes:
+    return ForeignCodes(codes.data, _row_major(codes.scale))
 
 
 # TransformerEngine
 
 
-def _to_te(copy: Copy, case: _Case) -> Buffers:
-    block, data = case.format.block, _bytes(copy.data)
+def _to_te(codes: Codes, case: _Case) -> ForeignCodes:
+    block, data = case.format.block, _bytes(codes.data)
     if block == "tensor":
-        return Buffers(data, copy.scale.reshape(-1))
+        return ForeignCodes(data, codes.scale.reshape(-1))
     if block == "1x128":
-        return Buffers(data, _whole_buffer(copy.scale, _rup(case.rows, 4)))
+        return ForeignCodes(data, _whole_buffer(codes.scale, _rup(case.rows, 4)))
     if block == "128x128":
-        return Buffers(data, _padded(copy.scale, case.scale_rows, _rup(case.scale_cols, 4)))
-    scale = _bytes(copy.scale)
+        return ForeignCodes(data, _padded(codes.scale, case.scale_rows, _rup(case.scale_cols, 4)))
+    scale = _bytes(codes.scale)
     rows, cols = _rup(case.rows, 128), _rup(case.scale_cols, 4)
     if block == "mx" and case.columnwise:
-        return Buffers(data.t().contiguous(), _padded(scale.t(), cols, rows))
-    amax = None if copy.global_scale is None else _amax_of(copy.global_scale, case.format)
-    return Buffers(data, _padded(scale, rows, cols), None, amax)
+        return ForeignCodes(data.t().contiguous(), _padded(scale.t(), cols, rows))
+    amax = None if codes.global_scale is None else _amax_of(codes.global_scale, case.format)
+    return ForeignCodes(data, _padded(scale, rows, cols), None, amax)
 
 
-def _from_te(buffers: Buffers, case: _Case) -> Copy:
+def _from_te(buffers: ForeignCodes, case: _Case) -> Codes:
     format, data, scale = case.format, buffers.data, buffers.scale
     _dtype("data", data, torch.uint8)
     if format.block == "tensor":
-        return Copy(data.view(case.format.number.dtype), scale.reshape(-1, 1))
+        return Codes(data.view(case.format.number.dtype), scale.reshape(-1, 1))
     if format.block == "1x128":
         _shape("scale", scale, (case.scale_cols, _rup(case.rows, 4)))
-        return Copy(data.view(case.format.number.dtype), _stored(scale.t()[: case.rows], case))
+        return Codes(data.view(case.format.number.dtype), _stored(scale.t()[: case.rows], case))
     rows = case.scale_rows if format.block == "128x128" else _rup(case.rows, 128)
     cols = _rup(case.scale_cols, 4)
     if format.block == "mx" and case.columnwise:
@@ -436,10 +431,10 @@ def _from_te(buffers: Buffers, case: _Case) -> Copy:
     _shape("scale", scale, (rows, cols))
     scale = _row_major(scale[: case.scale_rows, : case.scale_cols]).view(case.format.scale_dtype)
     if format.block != "nvfp4":
-        return Copy(data.view(case.format.number.dtype), scale)
+        return Codes(data.view(case.format.number.dtype), scale)
     if buffers.amax is None:
         raise ValueError("TE's NVFP4Tensor keeps the tensor's amax: give it as buffers.amax")
-    return Copy(data, scale, _global_of(buffers.amax, format).reshape(()))
+    return Codes(data, scale, _global_of(buffers.amax, format).reshape(()))
 
 
 def _global_of(amax: Tensor, format: Format) -> Tensor:
@@ -471,12 +466,12 @@ def _amax_of(global_scale: Tensor, format: Format) -> Tensor:
 # Swizzled block scales alone
 
 
-def _to_swizzled(copy: Copy, case: _Case) -> Buffers:
-    return Buffers(copy.data, swizzle_32_4_4(copy.scale), copy.global_scale)
+def _to_swizzled(codes: Codes, case: _Case) -> ForeignCodes:
+    return ForeignCodes(codes.data, swizzle_32_4_4(codes.scale), codes.global_scale)
 
 
-def _from_swizzled(buffers: Buffers, case: _Case) -> Copy:
-    return Copy(buffers.data, _from_torch_scale(buffers.scale, case), buffers.global_scale)
+def _from_swizzled(buffers: ForeignCodes, case: _Case) -> Codes:
+    return Codes(buffers.data, _from_torch_scale(buffers.scale, case), buffers.global_scale)
 
 
 _FP8 = ("e4m3", "e5m2")

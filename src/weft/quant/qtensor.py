@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..runtime import Op, apply, register_gradient_decoder
+from ..runtime import apply, register_gradient_decoder
 from .copies import (
+    PLAIN,
+    Codes,
     Copies,
-    Copy,
     allocate_copies,
     cut_rows,
     in_slots,
@@ -22,15 +23,18 @@ from .copies import (
     shard_bytes,
 )
 from .dense import DecodedView, become_dense, is_view, is_view_from_outside, written_tensors
-from .formats import SPECS, Format
+from .formats import SPECS, Format, transposed_spec
 
 if TYPE_CHECKING:
-    from .layouts import Buffers
+    from .layouts import ForeignCodes
 
 aten = torch.ops.aten
 
 # The dtypes that a QTensor can state for its numbers. If it is converted to another one, it is dequantised.
 _STATED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# The members of `Codes` that are tensors.
+_TENSORS = Codes._fields[:3]
 
 
 class QTensor(Tensor):
@@ -67,8 +71,8 @@ class QTensor(Tensor):
     QTensor((4, 256), torch.bfloat16, e4m3:1x128:te:pow2, rowwise, device='cpu')
     """
 
-    rowwise: Copy | None
-    columnwise: Copy | None
+    rowwise: Codes | None
+    columnwise: Codes | None
     spec: str  # of the format
 
     @staticmethod
@@ -77,16 +81,24 @@ class QTensor(Tensor):
         shape: Any,
         dtype: torch.dtype,
         format: Format | str,
-        rowwise: Copy | None,
-        columnwise: Copy | None = None,
+        rowwise: Codes | None,
+        columnwise: Codes | None = None,
     ) -> QTensor:
         held = rowwise or columnwise
         if held is None:
             raise ValueError("a QTensor needs its row-wise copy, its column-wise copy, or both")
         self: QTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.data.device)
         self.rowwise, self.columnwise = rowwise, columnwise
-        self.spec = format if format in SPECS else Format.of(format).spec
+        self._declare(format if format in SPECS else Format.of(format).spec)
         return self
+
+    def _declare(self, spec: str) -> None:
+        """State the format of the codes."""
+        self.spec = spec
+        if self.rowwise is not None and self.rowwise.format != spec:
+            self.rowwise = self.rowwise._replace(format=spec)
+        if self.columnwise is not None and self.columnwise.format != (spec := transposed_spec(spec)):
+            self.columnwise = self.columnwise._replace(format=spec)
 
     @property
     def format(self) -> Format:
@@ -97,7 +109,9 @@ class QTensor(Tensor):
         rotated copy only if there is no other. Gradients pass straight through."""
         return apply(_Unwrap, self, dtype or self.dtype)  # type: ignore[no-any-return]
 
-    def to_layout(self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False) -> Buffers:
+    def to_layout(
+        self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False
+    ) -> ForeignCodes:
         """The buffers that another library's GEMM takes, without a copy where its layout is this one; see
         `weft.layouts` for the names.
 
@@ -108,10 +122,10 @@ class QTensor(Tensor):
         """
         from .layouts import to_layout
 
-        copy = self.columnwise if columnwise else self.rowwise
-        if copy is None:
+        codes = self.columnwise if columnwise else self.rowwise
+        if codes is None:
             raise ValueError(f"{self!r} has no {'column' if columnwise else 'row'}-wise copy")
-        return to_layout(copy, self.format, name, operand=operand, columnwise=columnwise)
+        return to_layout(codes, name, operand=operand, columnwise=columnwise)
 
     def _matrix(self) -> tuple[int, int]:
         """M and K. A flat view still has the copies of the matrix that it is a view of."""
@@ -124,13 +138,12 @@ class QTensor(Tensor):
         return self.numel() // cols if cols else 0, cols
 
     def _decoded(self, dtype: torch.dtype) -> Tensor:
-        (row, col), format = self._copies, Format.of(self.spec)
-        rows, cols = self._matrix()
-        turned = format.hadamard == "rowwise" and col is not None  # a copy that is not rotated comes first
-        if row is not None and not turned:
-            return _decoder(row, self.spec, cols, dtype).reshape(self.shape)
+        (row, col), (rows, cols) = self._copies, self._matrix()
+        rotated = col is not None and Format.of(self.spec).hadamard == "rowwise"
+        if row is not None and not rotated:  # a copy that is not rotated comes first
+            return _ops.decode(row, cols, dtype).reshape(self.shape)
         assert col is not None
-        return _decoder(col, format.transposed.spec, rows, dtype).t().reshape(self.shape)
+        return _ops.decode(col, rows, dtype).t().reshape(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         copies = [name for name in ("rowwise", "columnwise") if getattr(self, name) is not None]
@@ -143,7 +156,7 @@ class QTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For `torch.save`, pickling and copying: the parts, and how to put them together."""
-        parts = [None if copy is None else tuple(map(_plain_bytes, copy)) for copy in self._copies]
+        parts = [None if codes is None else codes.map(_plain_bytes)[:3] for codes in self._copies]
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad, is_parameter)
 
@@ -170,12 +183,10 @@ class QTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = []
         for side in ("rowwise", "columnwise"):
-            copy = getattr(self, side)
-            if copy is not None:
-                for name, value in zip(Copy._fields, copy, strict=True):
-                    if value is not None:
-                        setattr(self, f"_{side}_{name}", value)
-                        names.append(f"_{side}_{name}")
+            for name, value in zip(_TENSORS, getattr(self, side) or (), strict=False):
+                if value is not None:
+                    setattr(self, f"_{side}_{name}", value)
+                    names.append(f"_{side}_{name}")
         return names, (self.dtype, self.spec)
 
     @staticmethod
@@ -183,11 +194,9 @@ class QTensor(Tensor):
         inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
     ) -> QTensor:
         dtype, spec = meta
-        copies = {}
-        for side in ("rowwise", "columnwise"):
-            parts = [inner.get(f"_{side}_{name}") for name in Copy._fields]
-            copies[side] = None if parts[0] is None else Copy(*parts)  # type: ignore[arg-type]
-        return QTensor(outer_size, dtype, Format.of(spec), copies["rowwise"], copies["columnwise"])
+        parts = ([inner.get(f"_{side}_{name}") for name in _TENSORS] for side in ("rowwise", "columnwise"))
+        copies = (None if tensors[0] is None else Codes(*tensors) for tensors in parts)  # type: ignore[arg-type]
+        return QTensor(outer_size, dtype, spec, *copies)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         """AOTAutograd asks what the gradient of a graph's output will be, and assumes what the output is. It is plain:
@@ -213,7 +222,7 @@ class QTensor(Tensor):
                 f"{outer_size[0]} does not divide by {ranks} ranks: pad it to a multiple, or give the parameter to "
                 "fully_shard(ignored_params=...)"
             )
-        return tuple(shard_bytes(self.format, self._copies)), (self, outer_size)
+        return tuple(shard_bytes(self._copies)), (self, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -226,7 +235,7 @@ class QTensor(Tensor):
         shard, shape = metadata
         cols = shard._matrix()[1]
         copies, allocated = join_shards(
-            shard.format, shard._copies, all_gather_outputs, math.prod(shape) // cols if cols else 0, cols,
+            shard._copies, all_gather_outputs, math.prod(shape) // cols if cols else 0, cols,
             None if out is None else out._copies,
         )  # fmt: skip
         if out is not None:
@@ -241,14 +250,8 @@ class QTensor(Tensor):
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
         """The same tensor with a function applied to all its parts, and in `dtype`."""
-
-        def mapped(copy: Copy | None) -> Copy | None:
-            if copy is None:
-                return None
-            last = None if copy.global_scale is None else function(copy.global_scale)
-            return Copy(function(copy.data), function(copy.scale), last)
-
-        return QTensor(self.shape, dtype or self.dtype, self.format, *map(mapped, self._copies))
+        copies = (None if codes is None else codes.map(function) for codes in self._copies)
+        return QTensor(self.shape, dtype or self.dtype, self.spec, *copies)
 
     def _allocated(self, shape: Any, dtype: torch.dtype, device: torch.device) -> QTensor:
         """An uninitialised QTensor of the same format."""
@@ -270,12 +273,9 @@ class QTensor(Tensor):
             result = known(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func in _PRODUCTS and not kwargs:
-            product = _PRODUCTS[func](*args)
-            if product is not None:
-                return product
-        if func in _taking_codes:
-            return func(*_with_codes(func, args), **kwargs)
+        result = _ops.run(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         if any(isinstance(t, QTensor) for t in written_tensors(func, args, kwargs)):
             raise RuntimeError(f"{func} would change a QTensor in place: dequantize it, or make a new one")
         # Under inference_mode an op that is made of others arrives whole; elsewhere its parts do.
@@ -284,73 +284,26 @@ class QTensor(Tensor):
             return result
         if is_view(func) and isinstance(args[0], QTensor):
             return _decoded_view(func, *args, **kwargs)
-        plain = _undecoded if func in _OF_METADATA else _decoded
+        plain = _undecoded if func in _OF_METADATA else decoded
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
-# The op that decodes: (row-wise copy, spec of its format, numbers of a row, dtype) -> numbers. Ops are defined above
-# this package, and this one registers itself.
-Decoder = Callable[[Copy, str, int, torch.dtype], Tensor]
-_decoder: Decoder
+class Ops(NamedTuple):
+    """The hook by which QTensors call ops. `weft.ops` is built on this package, which therefore must not import it; it
+    sets the hook when it is imported itself."""
+
+    decode: Callable[[Codes, int, torch.dtype], Tensor]  # (codes, elements of a row, dtype) -> elements
+    # (operation, args, kwargs) -> the result of one that reads codes; NotImplemented if its QTensors must be decoded.
+    run: Callable[[Any, Any, Any], Any]
 
 
-def register_decoder(decode: Decoder) -> None:
-    global _decoder
-    _decoder = decode
+_ops: Ops
 
 
-# The product of quantised matrices: (a [M, K], b [K, N], bias [N]) -> a @ b + bias, or None if their formats do not
-# multiply each other.
-Multiplier = Callable[["QTensor", "QTensor", Tensor | None], Tensor | None]
-_multiplier: Multiplier
-
-
-def register_multiplier(multiply: Multiplier) -> None:
-    global _multiplier
-    _multiplier = multiply
-
-
-class Codes(NamedTuple):
-    """What an op takes beside a tensor that may be quantised: the codes and scales of its row-wise copy."""
-
-    data: Tensor | None
-    scale: Tensor | None
-    format: str | None  # its spec
-
-
-PLAIN = Codes(None, None, None)
-
-# What an op reads of a quantized tensor in place of its numbers: the members of its argument for codes, among them the
-# format, without which codes mean nothing; or None if the op cannot read this tensor, and gets it decoded.
-Taking = Callable[["QTensor"], tuple[Any, ...] | None]
-
-
-class _Place(NamedTuple):
-    """Where among the arguments of an op a tensor is that may be quantized, and the members of its codes."""
-
-    tensor: int
-    codes: list[int]
-    take: Taking
-
-
-# The ops that take codes, by their overloads.
-_taking_codes: dict[Any, list[_Place]] = {}
-
-
-def rowwise_codes(q: QTensor) -> Codes | None:
-    """Return the row-wise copy of a tensor that is no flat view and needs no scale of the whole tensor."""
-    if q.rowwise is None or q.rowwise.global_scale is not None or q._matrix()[1] != q.shape[-1]:
-        return None
-    return Codes(q.rowwise.data, q.rowwise.scale, q.spec)
-
-
-def register_codes(op: Op[Any, Any], tensor: str, codes: str, take: Taking = rowwise_codes) -> None:
-    """Let an op read a QTensor without decoding it. If the dispatcher is called with one as the argument `tensor`, the
-    op gets a stand-in for it, and what `take` returns as the members of the argument `codes`."""
-    members = [i for i, leaf in enumerate(op.arguments.leaves) if leaf.name.startswith(f"{codes}_")]
-    place = _Place(op.arguments.names.index(tensor), members, take)
-    for overload in (op.overload, op.reference_overload):
-        _taking_codes.setdefault(overload, []).append(place)
+def connect(ops: Ops) -> None:
+    """Set the hook."""
+    global _ops
+    _ops = ops
 
 
 def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -402,7 +355,7 @@ def _transpose(q: QTensor, first: int, second: int) -> Any:
     if dims < 2 or {first % dims, second % dims} != {dims - 2, dims - 1}:
         return NotImplemented
     if dims > 2:
-        if q.columnwise is None or in_slots(q.format, q.columnwise, q._matrix()[0]):
+        if q.columnwise is None or in_slots(q.columnwise, q._matrix()[0]):
             return NotImplemented
         columns = QTensor(q.shape, q.dtype, q.format, None, q.columnwise)
         return _decoded_view(aten.transpose.int, columns, first, second)
@@ -429,8 +382,8 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
     if q.dim() < 2:
         return None
     inner = math.prod(q.shape[1:-1])
-    f, rows = q.format, q.shape[0] * inner
-    unit = row_unit(f, q._copies, rows)
+    rows = q.shape[0] * inner
+    unit = row_unit(q._copies, rows)
     if any(edge % unit and edge != rows for i in (*starts, *stops) for edge in (i * inner,)):
         return None
     # The end of the rows may lie inside of a block: no rows are cut from there, but from the beginning.
@@ -439,7 +392,7 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
         for start, stop in zip(starts, stops, strict=True)
     ]
     return [
-        QTensor((stop - start, *q.shape[1:]), q.dtype, f, *cut_rows(f, q._copies, *span))
+        QTensor((stop - start, *q.shape[1:]), q.dtype, q.spec, *cut_rows(q._copies, *span))
         for start, stop, span in zip(starts, stops, spans, strict=True)
     ]
 
@@ -447,7 +400,7 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
 def _whole_blocks(q: QTensor, start: int, stop: int) -> tuple[QTensor, int] | None:
     """Return the smallest piece of the first dimension that has these indices and cuts no block, and its begin."""
     inner = math.prod(q.shape[1:-1])
-    unit = row_unit(q.format, q._copies, q.shape[0] * inner)
+    unit = row_unit(q._copies, q.shape[0] * inner)
     step = math.lcm(unit, inner) // inner if inner else 1
     first, last = start // step * step, min(-(-stop // step) * step, q.shape[0])
     found = _rows(q, [first], [max(first, last)])
@@ -521,7 +474,7 @@ def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
         pairs = [(mine, its) for mine, its in zip(q._copies, source._copies, strict=True) if mine is not None]
         if all(its is not None and its.scale.shape == mine.scale.shape for mine, its in pairs):
             for mine, its in pairs:
-                for part, its_part in zip(mine, its or (), strict=True):
+                for part, its_part in zip(mine[:3], (its or PLAIN)[:3], strict=True):
                     if part is not None and its_part is not None:
                         part.copy_(its_part, non_blocking)
             return q
@@ -530,7 +483,7 @@ def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
         f"{what} cannot be copied into {q!r}, which takes codes of its own format and shape: quantise it first "
         f'(weft.quantize(x, "{q.spec}")), or replace the tensor, as load_state_dict(..., assign=True) does'
     )
-    rows, unit = q._matrix()[0], row_unit(q.format, q._copies, q._matrix()[0])
+    rows, unit = q._matrix()[0], row_unit(q._copies, q._matrix()[0])
     if rows % unit:
         message += (
             f". If these {rows} rows are a shard: none can cut blocks, which have {unit} rows here. Pad the rows to a "
@@ -545,20 +498,6 @@ def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
         return NotImplemented
     return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
 
-
-def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    quantised = isinstance(a, QTensor) and isinstance(b, QTensor)
-    return _multiplier(a, b, bias) if quantised and a.dtype == b.dtype else None  # type: ignore[arg-type]
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-    """As `torch.nn.functional.linear` calls it."""
-    plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
-    return _mm(a, b, bias) if plain else None
-
-
-# The operations that are products of two matrices; what they give is None where the matrices are to be dequantised.
-_PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {aten.mm.default: _mm, aten.addmm.default: _addmm}
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
@@ -598,29 +537,16 @@ _OF_METADATA = {
 
 
 def _tensors(q: QTensor) -> Iterator[Tensor]:
-    return (part for copy in q._copies if copy is not None for part in copy if part is not None)
+    return (part for codes in q._copies if codes is not None for part in codes[:3] if part is not None)
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """Return an argument of an operation, decoded if it is a QTensor."""
     return value._decoded(value.dtype) if isinstance(value, QTensor) else value
 
 
 def _undecoded(value: Any) -> Any:
     return stand_in(value) if isinstance(value, QTensor) else value
-
-
-def _with_codes(func: Any, args: Any) -> list[Any]:
-    """Return the arguments of an op that reads codes, with QTensors replaced by their stand-ins and codes. A QTensor
-    that the op cannot read becomes decoded numbers without codes, whatever the caller said of its format."""
-    apart = list(args)
-    for tensor, codes, take in _taking_codes[func]:
-        q = args[tensor]
-        if isinstance(q, QTensor):
-            taken = take(q)
-            apart[tensor] = q._decoded(q.dtype) if taken is None else stand_in(q)
-            for place, part in zip(codes, taken or [None] * len(codes), strict=True):
-                apart[place] = part
-    return [_decoded(value) for value in apart]
 
 
 def _decoded_view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
@@ -647,9 +573,9 @@ def _nothing_inside() -> tuple[list[str], None]:
     return [], None
 
 
-def _plain_bytes(part: Tensor | None) -> Tensor | None:
+def _plain_bytes(part: Tensor) -> Tensor:
     """8-bit floats as bytes: `pickle` does not know their storage."""
-    return part.view(torch.uint8) if part is not None and part.itemsize == 1 else part
+    return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
 def _rebuild(
@@ -658,13 +584,13 @@ def _rebuild(
 ) -> QTensor:  # fmt: skip
     f = Format.of(spec)
 
-    def copy(parts: Any) -> Copy | None:
+    def codes(parts: Any) -> Codes | None:
         if parts is None:
             return None
         data, scale, *rest = parts
-        return Copy(data.view(f.number.dtype), scale.view(f.scale_dtype), *rest)
+        return Codes(data.view(f.number.dtype), scale.view(f.scale_dtype), *rest)
 
-    q = QTensor(shape, dtype, f, copy(rowwise), copy(columnwise))
+    q = QTensor(shape, dtype, f, codes(rowwise), codes(columnwise))
     if is_parameter:
         return torch.nn.Parameter(q, requires_grad)  # type: ignore[return-value]
     return q.requires_grad_(requires_grad)  # type: ignore[return-value]

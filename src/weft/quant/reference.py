@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .copies import Copies, Copy
+from .copies import Codes, Copies
 from .formats import ElementType, Format
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -25,7 +25,7 @@ def quantize_copy(
     scale: Tensor | None = None,
     input_dtype: torch.dtype | None = None,
     random: Tensor | None = None,
-) -> Copy:
+) -> Codes:
     """The row-wise copy of x [M, K]. `scale` is a given scale, `random` int64 [M, K] draws of 32 bits."""
     rows, cols = x.shape
     input_max = torch.finfo(input_dtype or x.dtype).max
@@ -62,7 +62,8 @@ def quantize_copy(
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     if format.block_rows < format.square:  # squares repeat their scale
         stored = stored.repeat_interleave(format.square, 0)[:rows]
-    return Copy(codes.contiguous().view(format.number.dtype), _laid_out(stored, format), global_scale)
+    data = codes.contiguous().view(format.number.dtype)
+    return Codes(data, _laid_out(stored, format), global_scale, format.spec)
 
 
 def scale_from_amax(
@@ -98,24 +99,25 @@ def quantize_copies(x: Tensor, format: Format, *, rowwise: bool, columnwise: boo
         return row, None
     if options.get("random") is not None:
         options["random"] = options["random"].t()
-    data, scale, last = quantize_copy(x.t(), format, **options)
-    codes = data.view(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[1] % 16)).contiguous()[:, : codes.shape[1]]
-    return row, Copy(codes.view(data.dtype), scale, last)
+    col = quantize_copy(x.t(), format, **options)
+    data = col.data.view(torch.uint8)
+    data = F.pad(data, (0, -data.shape[1] % 16)).contiguous()[:, : data.shape[1]]
+    return row, col._replace(data=data.view(col.data.dtype), format=format.transposed.spec)
 
 
-def dequantize_copy(copy: Copy, format: Format, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The numbers that a copy of a [M, K] tensor stands for: q * d in fp32 (q * (d * g) for nvfp4), rounded once."""
-    rows, cols = shape
-    codes = copy.data.view(torch.uint8)
+def dequantize_copy(codes: Codes, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The numbers that a copy of a [M, K] tensor stores: q * d in fp32 (q * (d * g) for nvfp4), rounded once. Those of
+    a rotated copy stay rotated."""
+    (rows, cols), format = shape, Format.of(codes.format)
+    data = codes.data.view(torch.uint8)
     if format.packed == 2:
-        codes = torch.stack((codes & 0xF, codes >> 4), -1).flatten(1)[:, :cols]
-        values = (_INT4 if format.number.integer else _E2M1).to(codes.device)[codes.long()]
+        data = torch.stack((data & 0xF, data >> 4), -1).flatten(1)[:, :cols]
+        values = (_INT4 if format.number.integer else _E2M1).to(data.device)[data.long()]
     else:
-        values = copy.data.float()
-    scale = copy.scale.float()
-    if copy.global_scale is not None:
-        scale = scale * copy.global_scale
+        values = codes.data.float()
+    scale = codes.scale.float()
+    if codes.global_scale is not None:
+        scale = scale * codes.global_scale
     block_rows, group = format.block_rows or max(rows, 1), format.group or max(cols, 1)
     scale = scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(group, 1)[:, :cols]
     return (values * scale).to(dtype)

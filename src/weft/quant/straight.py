@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from ..runtime import apply, is_distributed, local_of, place_like
-from .copies import Copy
-from .qtensor import PLAIN, Codes, QTensor, stand_in
+from .copies import PLAIN, Codes
+from .qtensor import QTensor, stand_in
 
 
 class _Wrap(torch.autograd.Function):
     """A QTensor from its parts, with the gradient of `plain`."""
 
     @staticmethod
-    def forward(plain: Tensor, spec: str, *parts: Tensor | None) -> QTensor:
-        copies = [None if p[0] is None else Copy(*p) for p in (parts[:3], parts[3:])]  # type: ignore[arg-type]
+    def forward(plain: Tensor, spec: str, *parts: Any) -> QTensor:
+        copies = (None if codes[0] is None else Codes(*codes) for codes in (parts[:4], parts[4:]))
         return QTensor(plain.shape, plain.dtype, spec, *copies)
 
     @staticmethod
@@ -26,10 +26,10 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, *[None] * 7
+        return grad, *[None] * 9
 
 
-def wrap(plain: Tensor, spec: str, rowwise: Copy | None, columnwise: Copy | None) -> QTensor:
+def wrap(plain: Tensor, spec: str, rowwise: Codes | None, columnwise: Codes | None) -> QTensor:
     """A QTensor of the format `spec` whose gradient becomes that of `plain`, a tensor of its shape and dtype that
     nobody reads. If `plain` is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are
     QTensors."""
@@ -37,8 +37,7 @@ def wrap(plain: Tensor, spec: str, rowwise: Copy | None, columnwise: Copy | None
         return place_like(wrap(local_of(plain), spec, rowwise, columnwise), plain)  # type: ignore[return-value]
     if not (torch.compiler.is_compiling() or plain.requires_grad):
         return QTensor(plain.shape, plain.dtype, spec, rowwise, columnwise)
-    nothing = (None, None, None)
-    return apply(_Wrap, plain, spec, *(rowwise or nothing), *(columnwise or nothing))  # type: ignore[no-any-return]
+    return apply(_Wrap, plain, spec, *(rowwise or PLAIN), *(columnwise or PLAIN))  # type: ignore[no-any-return]
 
 
 class _StandIn(torch.autograd.Function):
@@ -58,17 +57,16 @@ class _StandIn(torch.autograd.Function):
 
 
 def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
-    """x in the form for ops that read codes. A plain x is returned with no codes. A QTensor is returned as its codes,
-    with a tensor of its shape and dtype that nobody reads and whose gradient becomes that of x. The opposite of
-    `wrap`."""
+    """x in the form for ops that read codes: a plain x with `PLAIN`, a QTensor as its row-wise codes with a tensor of
+    its shape and dtype that nobody reads and whose gradient becomes that of x. The opposite of `wrap`."""
     if not isinstance(x, QTensor):
         return x, PLAIN
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
     if torch.compiler.is_compiling():
-        return x, Codes(None, None, x.spec)
+        return x, PLAIN._replace(format=x.spec)
     if x.rowwise is None:
         raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
-    return stand_in_for(x), Codes(x.rowwise.data, x.rowwise.scale, x.spec)
+    return stand_in_for(x), x.rowwise
 
 
 def stand_in_for(x: QTensor) -> Tensor:

@@ -5,7 +5,7 @@ from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .catalogue import catalogue
 from .choices import choice
-from .fields import Fields, Written
+from .fields import Fields, Maybe, MaybeStr, Written
 from .launch import (
     BoundLaunch,
     Kernel,
@@ -43,6 +43,8 @@ __all__ = [
     "Gradients",
     "Kernel",
     "Launch",
+    "Maybe",
+    "MaybeStr",
     "Nothing",
     "Op",
     "Sharding",

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 # The annotation of a list of tensors that an op writes to.
 Written = Annotated[list[Tensor], "written"]
+# The annotations of a tensor and of a string that may be None. Type checkers see `Tensor` and `str`: whoever reads such
+# a member knows that it is there, as the codes of an operand are once the operand is known to be quantized.
+Maybe = Annotated[Tensor, "may be None"]
+MaybeStr = Annotated[str, "may be None"]
 
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
@@ -41,6 +45,9 @@ _SCHEMA: dict[Any, str] = {
     list[Tensor]: "Tensor[]",
     list[int]: "SymInt[]",
     list[bool]: "bool[]",
+    Written: "Tensor[]",
+    Maybe: "Tensor?",
+    MaybeStr: "str?",
 }
 
 
@@ -126,8 +133,6 @@ def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
 
 def _spelled(cls: type, name: str, kind: Any) -> str:
     """The type of a member as a schema spells it."""
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
     optional = isinstance(kind, types.UnionType) and type(None) in get_args(kind)
     if optional:
         kind, *more = (k for k in get_args(kind) if k is not type(None))

@@ -35,7 +35,7 @@ from weft.ops.attention.engines import TABLE, all_see, attention_on, choose_libr
 from weft.ops.attention.libraries import LIBRARIES, Library, attend, attend_backward
 from weft.ops.attention.reference import visible
 from weft.ops.common.results import Result, plain_result
-from weft.quant.qtensor import PLAIN
+from weft.quant import PLAIN
 from weft.runtime import Capabilities, recording
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

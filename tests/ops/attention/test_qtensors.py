@@ -17,7 +17,7 @@ from torch import Tensor
 import weft
 from tests.support.covering import covering
 from weft.ops.attention.attention import attention_op
-from weft.quant.qtensor import Codes
+from weft.quant import PLAIN, Codes
 from weft.runtime import catalogue, choosing_for
 
 # One convention of each block and element: conventions differ in how codes are made, not in how they are read.
@@ -277,7 +277,7 @@ def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
     for name in ("query_codes", "key_codes"):
         codes: Codes = getattr(a, name)
         yield f"{name} without their format", {name: codes._replace(format=None)}, "in one format"
-        yield f"{name} alone", {name: Codes(None, None, None)}, "in one format"
+        yield f"{name} alone", {name: PLAIN}, "in one format"
         yield (
             f"{name} in a format of other blocks",
             {name: codes._replace(format="int8:1x128:te:pow2")},
@@ -294,6 +294,11 @@ def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
             {name: codes._replace(scale=None)},
             "scales in torch.float32; got none",
         )
+        yield (
+            f"{name} with a global_scale",
+            {name: codes._replace(global_scale=torch.ones(()))},
+            "got a global_scale",
+        )
         yield f"{name} of another dtype", {name: codes._replace(data=other.data)}, "codes in torch.int8; got"
         yield (
             f"{name} with too few scales",
@@ -302,7 +307,7 @@ def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
         )  # type: ignore[index]
     yield (
         "codes of values alone",
-        {"query_codes": Codes(None, None, None), "key_codes": Codes(None, None, None), "values": "e4m3"},
+        {"query_codes": PLAIN, "key_codes": PLAIN, "values": "e4m3"},
         "go with codes",
     )
 

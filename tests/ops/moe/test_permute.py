@@ -33,8 +33,7 @@ from weft.ops.moe.permute import (
     permute_op,
     unpermute_op,
 )
-from weft.quant import Copy
-from weft.quant.qtensor import PLAIN, Codes
+from weft.quant import PLAIN, Codes
 from weft.runtime import choosing_for, recording
 
 
@@ -426,8 +425,8 @@ def test_quantised_on_the_way(format: str, cols: int) -> None:
         assert_same({"q": again}, {"q": expected}, "reference")
 
 
-def scale_bits(copy: Copy) -> Tensor:
-    return copy.scale.view(torch.uint8 if copy.scale.element_size() == 1 else torch.int32)
+def scale_bits(codes: Codes) -> Tensor:
+    return codes.scale.view(torch.uint8 if codes.scale.element_size() == 1 else torch.int32)
 
 
 @pytest.mark.parametrize("format", ["1x128", "mx", "row", "e2m1:mx:te", "int8:row:vllm", "e5m2:1x128:sglang"])
@@ -804,13 +803,26 @@ def test_the_ops_refuse_rows_that_share_a_scale(spec: str) -> None:
     x, rows = torch.randn(128, 128), weft.row_map(torch.randint(2, (128, 1)), 2, align=128)
     q = weft.quantize(x, spec)
     assert q.rowwise is not None
-    codes = Codes(q.rowwise.data, q.rowwise.scale, q.spec)
-    options = plain_result(x.dtype)
+    options = plain_result(x.dtype)._replace(format=q.spec)
     for call in (
-        lambda: permute_op(PermuteArgs(x, codes, None, rows, options._replace(format=q.spec))),
+        lambda: permute_op(PermuteArgs(x, q.rowwise, None, rows, options)),
+        lambda: unpermute_op(UnpermuteArgs(x, q.rowwise, None, None, rows)),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be (moved|added up)"):
+            call()
+
+
+def test_the_ops_refuse_a_global_scale_that_they_would_not_read() -> None:
+    x, rows = torch.randn(128, 128), weft.row_map(torch.randint(2, (128, 1)), 2, align=128)
+    q = weft.quantize(x, "1x128")
+    assert q.rowwise is not None
+    codes = q.rowwise._replace(global_scale=torch.ones(()))
+    options = plain_result(x.dtype)._replace(format=q.spec)
+    for call in (
+        lambda: permute_op(PermuteArgs(x, codes, None, rows, options)),
         lambda: unpermute_op(UnpermuteArgs(x, codes, None, None, rows)),
     ):
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="global_scale is left over"):
             call()
 
 

@@ -21,7 +21,7 @@ from tests.support.covering import covering
 from weft.lab.families.multi_tensor import STATISTICS, clipped, statistic
 from weft.lab.problem import run_op
 from weft.lab.truth import Near, near
-from weft.quant import Copy
+from weft.quant import Codes
 
 # ---- what stands for what ------------------------------------------------------------------------------
 
@@ -273,10 +273,11 @@ def test_clip_of_quantised_gradients_of_a_layer() -> None:
 def test_a_scale_that_both_copies_have_is_scaled_once() -> None:
     scale = torch.full((1, 1), 0.5)
     codes, codes_t = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in ((4, 6), (6, 4)))
-    rowwise, columnwise = Copy(codes, scale), Copy(codes_t, scale.view(1, 1))
+    rowwise, columnwise = Codes(codes, scale), Codes(codes_t, scale.view(1, 1))
     q = weft.QTensor((4, 6), torch.float32, weft.Format("tensor"), rowwise, columnwise)
     weft.clip_grads_([q], 1.0, norm=torch.tensor(2.0 - 1e-6))
     assert scale == 0.25
+    assert q.rowwise.format == q.columnwise.format == q.spec
     with pytest.raises(ValueError, match="share memory"):
         weft.clip_grads_([q, q.detach()], 0.1)
     assert scale == 0.25

@@ -68,7 +68,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("half as large", "_scaled", "value = value * 4.0", "value = value * 2.0", (FNUZ,)),
         ("b's scales for a's", "_scaled", "tl.load(a.scale + row * a.scale_row_stride, mask=row < rows", "tl.load(b.scale + row * 0, mask=row < rows", (ROWS, MIXED)),
         ("without b's scale of rows", "_scaled", "value * tl.load(b.scale + col * b.scale_row_stride", "value + 0.0 * tl.load(b.scale + col * b.scale_row_stride", (ROWS, INT8, W8)),
-        ("nvfp4's scale of one tensor", "_scaled", "(tl.load(a.whole) * tl.load(b.whole))", "(tl.load(a.whole) * 1.0)", (NVFP4,)),
+        ("nvfp4's scale of one tensor", "_scaled", "(tl.load(a.global_scale) * tl.load(b.global_scale))", "(tl.load(a.global_scale) * 1.0)", (NVFP4,)),
         ("bias before alpha", "_finished", "value = _scaled(total, a, b, place.a_row, place.a_rows, place.col, cols, PRODUCT) * alpha", "value = _scaled(total, a, b, place.a_row, place.a_rows, place.col, cols, PRODUCT)", (WHOLE,)),
         ("up without its bias", "_finished", "up += tl.load(bias + up_col", "up += 0.0 * tl.load(bias + up_col", (WHOLE,)),
         ("no residual", "_finished", "value += residual.to(tl.float32)", "value += 0.0 * residual.to(tl.float32)", (WHOLE,)),

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_map
 import weft
 from weft import Recipe
 from weft.ops.common.results import plain_result
-from weft.ops.product.arguments import MatmulArgs, OperandCodes, matmul_args
+from weft.ops.product.arguments import MatmulArgs, matmul_args
 from weft.ops.product.matmul import matmul_op
 from weft.ops.product.operands import INT32_DEPTH
 from weft.ops.product.recipes import RECIPES
+from weft.quant import PLAIN, Codes
 from weft.quant.qtensor import stand_in
 
 # Relative errors of results and gradients in the numbers of a recipe, with some room: of two to four products.
@@ -40,10 +41,10 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 # ---- codes ----------------------------------------------------------------------------------------------
 
 
-def codes_of(x: Tensor, spec: str) -> OperandCodes:
-    copy = weft.quantize(x, spec).rowwise
-    assert copy is not None
-    return OperandCodes(*copy, weft.Format.of(spec).spec)
+def codes_of(x: Tensor, spec: str) -> Codes:
+    codes = weft.quantize(x, spec).rowwise
+    assert codes is not None
+    return codes
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,13 @@ def codes_of(x: Tensor, spec: str) -> OperandCodes:
     [
         (lambda codes: codes._replace(format=None), "without the others"),
         (lambda codes: codes._replace(scale=None), "without the others"),
-        (lambda codes: OperandCodes(format=codes.format), "and no codes"),
+        (lambda codes: PLAIN._replace(format=codes.format), "and no codes"),
         (lambda codes: codes._replace(format="e5m2:1x128:te"), "codes are torch.float8_e4m3fn"),
         (lambda codes: codes._replace(format="e4m3:mx:te"), "scales are torch.float32"),
         (lambda codes: codes._replace(data=codes.data[:, :64]), r"codes have the shape \(8, 64\)"),
         (lambda codes: codes._replace(scale=codes.scale[:, :1]), r"scales have the shape \(8, 1\)"),
         (lambda codes: codes._replace(format="e4m3:row:te"), r"scales have the shape \(8, 2\)"),
-        (lambda codes: codes._replace(whole=torch.ones(())), "left over"),
+        (lambda codes: codes._replace(global_scale=torch.ones(())), "left over"),
     ],
 )
 @pytest.mark.parametrize("how", ["auto", "reference", "out", "traced"])
@@ -107,7 +108,7 @@ def test_a_stray_format_does_not_outlive_the_codes() -> None:
     q = weft.quantize(x, "mx", rowwise=False, columnwise=True)
     compiled = torch.compile(weft.matmul, backend="aot_eager", fullgraph=True)
     assert relative(compiled(q, w), q.dequantize() @ w) < 1e-6
-    args = matmul_args(q, w, plain_result(x.dtype), a_codes=OperandCodes(format=q.spec))
+    args = matmul_args(q, w, plain_result(x.dtype), a_codes=PLAIN._replace(format=q.spec))
     assert relative(matmul_op(args).result.y, q.dequantize() @ w) < 1e-6
 
 

@@ -19,7 +19,6 @@ from weft.ops.common.results import Result, plain_result
 from weft.ops.product.arguments import (
     GroupedArgs,
     MatmulArgs,
-    OperandCodes,
     ProductOutputs,
     grouped_args,
     matmul_args,
@@ -41,6 +40,7 @@ from weft.ops.product.libraries import (
     scaled_operands,
 )
 from weft.ops.product.operands import Form
+from weft.quant import PLAIN
 from weft.quant.copies import allocate_copies
 from weft.runtime import Capabilities, recording
 
@@ -123,12 +123,12 @@ def on_meta(pair: str, m: int = 256, n: int = 384, k: int = 512) -> MatmulArgs:
     for name, rows in (("a", m), ("b", n)):
         spec = EVERY[pair].get(name)
         if spec is None:
-            codes.append(OperandCodes())
+            codes.append(PLAIN)
             continue
         f = weft.Format.of(spec)
         copy, _ = allocate_copies(f, rows, k, device, rowwise=True, columnwise=False)
         assert copy is not None
-        codes.append(OperandCodes(*copy, f.spec))
+        codes.append(copy)
     a, b = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n)))
     return matmul_args(a, b, plain_result(torch.bfloat16), a_codes=codes[0], b_codes=codes[1])
 
@@ -174,10 +174,8 @@ def groups_of(p: dict[str, Any]) -> GroupedArgs:
         x = p[name]
         if isinstance(x, weft.QTensor):
             assert x.rowwise is not None
-            data, scale, whole = x.rowwise
-            if name == "w":
-                data, scale = (t.unflatten(0, (len(x), -1)) for t in (data, scale))
-            codes[f"{name}_codes"] = OperandCodes(data, scale, whole, x.spec)
+            lead = (len(x), -1) if name == "w" else (-1,)
+            codes[f"{name}_codes"] = x.rowwise.map(lambda t, lead=lead: t.unflatten(0, lead))  # type: ignore[misc]
     return grouped_args(p["x"], p["w"], Groups(p["ends"], p["align"]), plain_result(torch.bfloat16), **codes)
 
 
@@ -265,8 +263,7 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deep_gemm(target: str) -> None:
     call = operands("fp8-blocks", 130, 192, 640)
     a, w = call["a"], call["b"].T
-    codes = [OperandCodes(*q.rowwise, q.spec) for q in (a, w)]
-    args = matmul_args(a, call["b"], plain_result(torch.bfloat16), a_codes=codes[0], b_codes=codes[1])
+    args = matmul_args(a, call["b"], plain_result(torch.bfloat16), a_codes=a.rowwise, b_codes=w.rowwise)
     y = filled(130, 192)
     sys.modules["deep_gemm"].scales = torch.int32 if target == "sm_100" else torch.float32  # type: ignore[attr-defined]
     multiply("deep_gemm", ProductOutputs(Result(y)), args, target)

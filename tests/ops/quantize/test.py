@@ -63,7 +63,7 @@ def test_no_seed_is_a_long_row(seed: int) -> None:
 @pytest.mark.parametrize("format", ["int8:1x128:te:pow2", "nvfp4"])
 def test_opcheck_of_dequantize(format: str) -> None:
     q = weft.quantize(torch.randn(4, 160).bfloat16(), format)
-    a = DequantizeArgs(*q.rowwise, q.format.spec, 160, torch.bfloat16)
+    a = DequantizeArgs(*q.rowwise, 160, torch.bfloat16)
     checks = ("test_faketensor", "test_schema", "test_aot_dispatch_dynamic")
     opcheck("dequantize", a, test_utils=checks[: 1 if format == "nvfp4" else 3])
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...ops import RowMap, permute, quantize, row_map, unpermute
 from ...ops.moe.permute import UnpermuteNeeds
-from ...quant import Copy, Format, QTensor
-from ...quant.qtensor import PLAIN
+from ...quant import PLAIN, QTensor
 from ...quant.straight import take_apart
 from ..chain import Chain
 from ..family import Compute, Family, Moved
@@ -394,7 +393,7 @@ def unpermute_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[s
     y, codes = call["rows"], call["codes"]
     if y is None:
         shape = (len(codes.data), call["dy"].shape[-1])
-        y = QTensor(shape, call["dy"].dtype, Format.of(codes.format), Copy(codes.data, codes.scale))
+        y = QTensor(shape, call["dy"].dtype, codes.format, codes)
     forward = Call(unpermute, {"y": y, "rows": call["map"], "probs": call["probs"]})
     expected = unpermute_truth(forward, {"y": call["dy"]})
     return {"y": expected["dy"], "output1": expected["dprobs"]}

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant import Format
-from ...quant.qtensor import Codes
+from ...quant import Codes, Format
 from ..common.results import Result, ResultOptions
 
 
@@ -57,13 +56,6 @@ class AttentionArgs(NamedTuple):
     result: ResultOptions
 
 
-class Coded(NamedTuple):
-    """Query or key as kernels read it."""
-
-    x: Tensor
-    scale: Tensor | None  # fp32, the shape of x without the last dimension, if x is codes
-
-
 EightBits = Literal["int8", "e4m3"]
 
 
@@ -75,27 +67,32 @@ def element_of(spec: str | None) -> EightBits | None:
     return f.element if f.element == "int8" or f.element == "e4m3" else None
 
 
-def coded_heads(a: AttentionArgs) -> tuple[Coded, Coded]:
-    """Return query and key as kernels read them, after a check that codes are what their formats say.
+def coded_heads(a: AttentionArgs) -> list[tuple[Tensor, Tensor | None]]:
+    """Return query and key as kernels read them, each as (x, None), or as its codes in the shape of x and their scales,
+    fp32 and of that shape without the last dimension.
 
-    Whoever calls the op, codes come with their format, for query and key alike."""
+    Raise an error if codes are not what their formats say. Whoever calls the op, codes come with their format, for
+    query and key alike."""
     given = (("query", a.query, a.query_codes), ("key", a.key, a.key_codes))
     if all(part is None for _, _, codes in given for part in codes):
         if a.values is not None:
             raise ValueError("values in eight bits go with codes of query and key; got none")
-        return Coded(a.query, None), Coded(a.key, None)
+        return [(a.query, None), (a.key, None)]
     elements = [element_of(codes.format) for _, _, codes in given]
     if None in elements or elements[0] != elements[1]:
         raise ValueError(
             "attention multiplies codes of query and key in one format, e4m3:row or int8:row; got "
             f"{a.query_codes.format} and {a.key_codes.format}. Give plain tensors: QTensor.dequantize()"
         )
-    query, key = (_coded(*each) for each in given)
-    return query, key
+    return [_checked(*each) for each in given]
 
 
-def _coded(name: str, x: Tensor, codes: Codes) -> Coded:
-    number = Format.of(codes.format or "").number
+def _checked(name: str, x: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    number = Format.of(codes.format).number
+    if codes.global_scale is not None:
+        raise ValueError(
+            f"{name} in {codes.format} has a scale for each token and head alone; got a global_scale"
+        )
     for part, tensor, dtype, count in (
         ("codes", codes.data, number.dtype, x.numel()),
         ("scales", codes.scale, torch.float32, x.numel() // x.shape[-1]),
@@ -105,9 +102,7 @@ def _coded(name: str, x: Tensor, codes: Codes) -> Coded:
             raise ValueError(
                 f"{name} {tuple(x.shape)} in {codes.format} has {count} {part} in {dtype}; got {found}"
             )
-    assert codes.data is not None
-    assert codes.scale is not None
-    return Coded(codes.data.view(x.shape), codes.scale.view(x.shape[:-1]))
+    return codes.data.view(x.shape), codes.scale.view(x.shape[:-1])
 
 
 class AttentionOutputs(NamedTuple):

@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...quant import Format, QTensor
-from ...quant.qtensor import PLAIN, register_codes
+from ...quant import PLAIN, Format, QTensor
 from ...runtime import Backward, Gradients, Op, autocasted, capabilities_of
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
+from ..common.quantized import register_codes, rowwise_codes
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
 from ..heads.layout import LAYOUTS, Layout
@@ -155,8 +155,7 @@ class AttentionOp(
 attention_op = AttentionOp()
 
 
-register_codes(attention_op, "query", "query_codes")
-register_codes(attention_op, "key", "key_codes")
+register_codes(attention_op, query=rowwise_codes, key=rowwise_codes)
 
 
 # ---- public function ------------------------------------------------------------------------------------

@@ -8,13 +8,11 @@ mean, so that they reach the queries that see them and no others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...quant import Format, QTensor
-from ...quant.qtensor import PLAIN
+from ...quant import PLAIN, Format, QTensor
 from ...quant.straight import take_apart
 from ...runtime import capabilities_of
 from ..common.results import plain_result
@@ -27,21 +25,14 @@ from .arguments import AttentionArgs, AttentionOutputs, EightBits, Mask, Packed,
 _FORMATS = {"int8": Format("row", "int8", "torchao"), "e4m3": Format("row", "e4m3", "torchao")}
 
 
-class Coded(NamedTuple):
-    """The arguments of attention with query and key as codes, and what smoothing took from lse."""
-
-    args: AttentionArgs
-    shift: Callable[[], Tensor] | None
-
-
 def codes_given(query: Tensor, key: Tensor) -> EightBits | None:
     """Return the element of a query and a key that are codes as attention multiplies them, else None."""
     if not (isinstance(query, QTensor) and isinstance(key, QTensor)):
         return None
     element = element_of(query.spec)
     # A compiler cannot look at copies; what the traced op then finds without a row-wise copy is decoded or refused.
-    whole = torch.compiler.is_compiling() or None not in (query.rowwise, key.rowwise)
-    if element != element_of(key.spec) or not whole:
+    readable = torch.compiler.is_compiling() or None not in (query.rowwise, key.rowwise)
+    if element != element_of(key.spec) or not readable:
         return None
     supported = element != "e4m3" or capabilities_of(query.device).fp8_dot
     return element if supported else None
@@ -49,8 +40,9 @@ def codes_given(query: Tensor, key: Tensor) -> EightBits | None:
 
 def in_eight_bits(
     a: AttentionArgs, element: str, attend: Callable[[AttentionArgs], AttentionOutputs]
-) -> Coded:
-    """Return the arguments with codes of query and key. `attend` is the op."""
+) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
+    """Return the arguments with codes of query and key, and a function for what smoothing took from lse, if it took
+    something. `attend` is the op."""
     if element not in _FORMATS:
         raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
     target = capabilities_of(a.query.device)
@@ -72,7 +64,7 @@ def in_eight_bits(
 
         query, key = (quantize(x, _FORMATS[element]) for x in (query, key))
     (query, query_codes), (key, key_codes) = take_apart(query), take_apart(key)
-    return Coded(a._replace(query=query, key=key, query_codes=query_codes, key_codes=key_codes), shift)
+    return a._replace(query=query, key=key, query_codes=query_codes, key_codes=key_codes), shift
 
 
 def _mean_key(a: AttentionArgs, attend: Callable[[AttentionArgs], AttentionOutputs]) -> Tensor:

@@ -15,7 +15,7 @@ from ...runtime import kernel
 from ...tiles.numbers import encode
 from ...tiles.reduce import amax, larger
 from ...tiles.scales import fp32_scale, scaled
-from ..common.copies import Codes, Encoding, Tile, store_rows
+from ..common.copies import Encoding, StridedCodes, Tile, store_rows
 from ..common.results import FP32_MAX
 from ..heads.layout import Place
 from .configs import VALUE_COLUMNS
@@ -186,7 +186,7 @@ def attention_kernel(
     key_scale: Place,
     value_codes: ValueCodes,  # in place of `value`, or absent
     y: Place,  # its dtype alone is read if nothing but a copy is wanted
-    copy: Codes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
+    copy: StridedCodes,  # the row-wise copy of the result [tokens, heads * numbers], or absent
     lse_ptr,  # fp32 [sequences, heads, queries], of packed sequences [heads, tokens]
     max_ptr,  # fp32 [tiles, heads]: the largest score of each tile; or None
     sinks_ptr,  # [heads], or None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
-from ..common.copies import Codes, cast_mode, copy_arguments
+from ..common.copies import StridedCodes, cast_mode, copy_arguments
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
@@ -203,7 +203,7 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         key_scale=Place(None, _at(forms.key_scale and (*forms.key_scale, 1), forms.layout)),
         value_codes=ValueCodes(None, None, forms.value_columns),
         y=Place(None, y),
-        copy=Codes(None, None, *(codes if within else (0, 0, 0))),
+        copy=StridedCodes(None, None, *(codes if within else (0, 0, 0))),
         lse_ptr=None,
         max_ptr=None,
         sinks_ptr=None,
@@ -260,7 +260,7 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
         forms = forms._replace(value_columns=forms.counts.value_columns(forms.sequences))
     starts, target = tuple(map(contiguous, a.packed)), capabilities_of(query.device)
     y: Tensor | None = result.y
-    copy = copy_arguments(result.rowwise)
+    copy = copy_arguments(result.copies(to.format)[0])
     strides = None if to.format is not None else result.y.stride()
     wanted = Wanted(to.dtype, to.format, _row_alone(to), strides)
     found = _forward(forms, wanted, copy[2:], target)

@@ -19,7 +19,6 @@ from .arguments import (
     AttentionBackwardArgs,
     AttentionGradients,
     AttentionOutputs,
-    Coded,
     Mask,
     Packed,
     coded_heads,
@@ -101,9 +100,9 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _decoded(coded: Coded, layout: str, dtype: torch.dtype) -> Tensor:
-    x = canonical(coded.x, layout).to(dtype)
-    return x if coded.scale is None else x * canonical(coded.scale[..., None], layout).to(dtype)
+def _decoded(x: Tensor, scale: Tensor | None, layout: str, dtype: torch.dtype) -> Tensor:
+    x = canonical(x, layout).to(dtype)
+    return x if scale is None else x * canonical(scale[..., None], layout).to(dtype)
 
 
 def _through_codes(value: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def _through_codes(value: Tensor) -> Tensor:
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     """The definition."""
     dtype = compute_dtype(a.query)
-    q, k = (_decoded(heads, a.layout, dtype) for heads in coded_heads(a))
+    q, k = (_decoded(*heads, a.layout, dtype) for heads in coded_heads(a))
     v = canonical(a.value, a.layout).to(dtype)
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])

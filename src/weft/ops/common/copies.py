@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import quant
 from ...language import tl, triton
-from ...quant import Copy, Format
 from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles import (
     CONVERT,
@@ -85,7 +85,7 @@ def cast_mode(capabilities: Capabilities) -> int:
 # would hold numbers of the device in their place.
 
 
-class Codes(NamedTuple):
+class StridedCodes(NamedTuple):
     """A copy: codes and scales, and where they lie. One that is not wanted has None for `data`."""
 
     data: Tensor | None
@@ -137,17 +137,17 @@ class Squares(NamedTuple):
     cols: Any
 
 
-def copy_arguments(copy: Copy | None) -> Codes:
+def copy_arguments(copy: quant.Codes | None) -> StridedCodes:
     """A copy as kernels take it."""
     if copy is None:
         return NO_CODES
     data, stride = copy.data, copy.data.stride(0)
     if stride > data.shape[1]:
         data = data.as_strided((data.shape[0], stride), (stride, 1))  # kernels write the padding too
-    return Codes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
+    return StridedCodes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
 
 
-NO_CODES = Codes(None, None, 0, 0, 0)
+NO_CODES = StridedCodes(None, None, 0, 0, 0)
 
 
 # ---- stores ---------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def from_row(copy, first):
     if copy.data is None:
         return copy
     else:
-        return Codes(
+        return StridedCodes(
             copy.data + first * copy.stride,
             copy.scale + first * copy.scale_row_stride,
             copy.stride,
@@ -346,7 +346,7 @@ def _tensor_scale_kernel(
 
 def reduce_amax(
     partials: Tensor,
-    format: Format | None,
+    format: quant.Format | None,
     input_dtype: torch.dtype,
     *,
     amax: Tensor | None = None,

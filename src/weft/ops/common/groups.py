@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...quant import Copy, Format
+from ...quant import Codes, Format
 from ...quant.copies import scale_room
 from ...quant.reference import quantize_copies
 from .copies import STRIPE
@@ -90,7 +90,7 @@ def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
     return (begin // STRIPE + group) * STRIPE + row - begin
 
 
-def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Copy, **options: Any) -> Copy:
+def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Codes, **options: Any) -> Codes:
     """The column-wise copy of y [M, K] whose blocks begin with groups. `plain` is the copy whose blocks do not, and
     `options` are those of `quantize_copies`."""
     assert groups.ends is not None
@@ -112,7 +112,7 @@ def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Copy, **op
     # Blocks without rows have the scale zero.
     scale, empty = found.scale, ~used.view(-1, format.group).any(1)
     (scale if scale.element_size() > 1 else scale.view(torch.uint8))[:, empty] = 0
-    return Copy(plain.data, scale, plain.global_scale)
+    return plain._replace(scale=scale)
 
 
 def group_spans(ends: Tensor, rows: int, align: int) -> Iterator[tuple[int, int, int]]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...quant import Copy, Format, QTensor
-from ...quant.copies import allocate_parts
+from ...quant import PLAIN, Codes, Format, QTensor
+from ...quant.copies import Copies, allocate_parts
+from ...quant.formats import transposed_spec
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
@@ -53,8 +54,8 @@ class ResultOptions(NamedTuple):
         f = Format.of(self.format)
         row, col = self.rowwise, self.columnwise
         by_tensor, apart = f.stored.block == "nvfp4", f.hadamard is not None
-        whole, whole_t = by_tensor and (row or not apart), apart and col
-        return Result(True, row, row, col, col, whole, self.return_amax, whole_t)  # type: ignore[arg-type]
+        last, last_t = by_tensor and (row or not apart), apart and col
+        return Result(True, row, row, col, col, last, self.return_amax, last_t)  # type: ignore[arg-type]
 
     def blocks(self) -> tuple[dict[str, str], int]:
         """(whole, block) for `Sharding`: why rows of the result cannot be sharded, if they cannot, and the rows of a
@@ -86,30 +87,28 @@ class Result(NamedTuple):
     scale: Tensor | None = None
     data_t: Tensor | None = None  # and of the column-wise one
     scale_t: Tensor | None = None
-    global_scale: Tensor | None = None  # nvfp4's, of the whole tensor
+    global_scale: Tensor | None = None  # nvfp4's, one for the tensor
     amax: Tensor | None = None
     global_scale_t: Tensor | None = None  # that of the column-wise copy, if one of the copies is rotated
 
     @staticmethod
-    def of(
-        y: Tensor, copies: tuple[Copy | None, Copy | None], amax: Tensor | None, apart: bool = False
-    ) -> Result:
-        """A result with these copies; `apart`: each has its own scale of the whole tensor."""
-        row, col = copies
-        data, scale, whole = row or (None, None, None)
-        data_t, scale_t, whole_t = col or (None, None, None)
+    def of(y: Tensor, copies: Copies, amax: Tensor | None, apart: bool = False) -> Result:
+        """A result with these copies; `apart`: each has its own `global_scale`."""
+        data, scale, last, _ = copies[0] or PLAIN
+        data_t, scale_t, last_t, _ = copies[1] or PLAIN
         if not apart:
-            whole, whole_t = (whole_t if row is None else whole), None
-        return Result(y, data, scale, data_t, scale_t, whole, amax, whole_t)
+            last, last_t = (last_t if copies[0] is None else last), None
+        return Result(y, data, scale, data_t, scale_t, last, amax, last_t)
 
-    @property
-    def rowwise(self) -> Copy | None:
-        return None if self.data is None else Copy(self.data, self.scale, self.global_scale)  # type: ignore[arg-type]
-
-    @property
-    def columnwise(self) -> Copy | None:
-        whole = self.global_scale if self.global_scale_t is None else self.global_scale_t
-        return None if self.data_t is None else Copy(self.data_t, self.scale_t, whole)  # type: ignore[arg-type]
+    def copies(self, spec: str | None) -> Copies:
+        """The row-wise and the column-wise copy of a result in the format `spec`; None for what it has not."""
+        row = col = None
+        if self.data is not None:
+            row = Codes(self.data, self.scale, self.global_scale, spec)  # type: ignore[arg-type]
+        if self.data_t is not None:
+            last = self.global_scale if self.global_scale_t is None else self.global_scale_t
+            col = Codes(self.data_t, self.scale_t, last, transposed_spec(spec))  # type: ignore[arg-type]
+        return row, col
 
     def value(self, options: ResultOptions) -> Tensor:
         """What the caller gets: a tensor, or a `QTensor`."""
@@ -117,7 +116,7 @@ class Result(NamedTuple):
 
     def quantized(self, spec: str) -> QTensor:
         """The result in this format."""
-        return wrap(self.y, spec, self.rowwise, self.columnwise)
+        return wrap(self.y, spec, *self.copies(spec))
 
 
 _ONLY_Y = Result(True, *[False] * 7)  # type: ignore[arg-type]
@@ -259,9 +258,9 @@ def result_reference(
 # A pass launches kernels, and returns the amax of each of its programs if it was asked for. A pass over whole rows is
 # rows(copy, given, wants_amax, known): `copy` is the row-wise copy to fill or None, `given` the amax of the tensor or
 # its scale, and `known` says that an earlier pass over the rows has left their statistics.
-RowsPass = Callable[[Copy | None, Tensor | None, bool, bool], Tensor | None]
+RowsPass = Callable[[Codes | None, Tensor | None, bool, bool], Tensor | None]
 # A pass over tiles as tall as the longest group is stripes(rowwise, columnwise, given, wants_amax).
-StripesPass = Callable[[Copy | None, Copy | None, Tensor | None, bool], Tensor | None]
+StripesPass = Callable[[Codes | None, Codes | None, Tensor | None, bool], Tensor | None]
 
 
 def make_copies(
@@ -282,7 +281,7 @@ def make_copies(
     """
     assert options.format is not None
     f = Format.of(options.format)
-    row, col, amax, given, known = result.rowwise, result.columnwise, result.amax, options.scale, False
+    (row, col), amax, given, known = result.copies(options.format), result.amax, options.scale, False
     scales = [copy.scale for copy in (row, col) if copy is not None]
     if given is not None:
         for scale in scales:

@@ -78,7 +78,7 @@ def _gradient(result: Result, options: ResultOptions, like: Tensor | None) -> Te
     """A gradient as the caller gets it."""
     if result.y is None or like is None or options.format is None:
         return result.y
-    return QTensor(like.shape, like.dtype, Format.of(options.format), result.rowwise, result.columnwise)
+    return QTensor(like.shape, like.dtype, options.format, *result.copies(options.format))
 
 
 def _dequantized_leaf(gradient: Tensor | None, edge: tuple[Any, int]) -> Tensor | None:

@@ -21,8 +21,8 @@ from ...tiles import (
 )
 from ..common.copies import (
     STRIPE,
-    Codes,
     Encoding,
+    StridedCodes,
     Stripe,
     Tile,
     from_row,
@@ -103,7 +103,7 @@ class Results(NamedTuple):
 
     plain: Any  # pointer, or None
     stride: Any  # of its rows
-    copy: Any  # Codes
+    copy: Any  # StridedCodes
     copy_t: Any
 
 
@@ -262,7 +262,7 @@ def _from_slot(copy_t, first, slot, ROWS: tl.constexpr, FORMAT: tl.constexpr):
     if copy_t.data is None:
         return copy_t
     else:
-        return Codes(
+        return StridedCodes(
             copy_t.data + first // FORMAT.packed,
             copy_t.scale + slot * (ROWS // FORMAT.group) * copy_t.scale_col_stride,
             copy_t.stride,
@@ -287,8 +287,8 @@ def glu_kernel(
     y_ptr,  # [rows, cols], or None
     amax_ptr,  # [programs], or None
     row_programs,
-    copy: Codes,  # row-wise
-    copy_t: Codes,  # column-wise
+    copy: StridedCodes,  # row-wise
+    copy_t: StridedCodes,  # column-wise
     alpha: float,
     limit: float,
     up_offset: float,
@@ -444,8 +444,8 @@ def glu_backward_kernel(
     dbias_ptr,  # fp32 [blocks, stride], or None: with it, a program has one tile of all rows of a stripe
     row_programs,
     stride,
-    copy: Codes,  # of dgate, row-wise
-    copy_t: Codes,  # of dgate, column-wise
+    copy: StridedCodes,  # of dgate, row-wise
+    copy_t: StridedCodes,  # of dgate, column-wise
     up_codes: UpCodes,  # the same copies if gate and up are one
     alpha: float,
     limit: float,
@@ -573,4 +573,4 @@ def glu_backward_kernel(
 @triton.jit
 def _with_strides_of(copy, data, scale):
     """Another tensor's codes and scales, which lie like those of `copy`."""
-    return Codes(data, scale, copy.stride, copy.scale_row_stride, copy.scale_col_stride)
+    return StridedCodes(data, scale, copy.stride, copy.scale_row_stride, copy.scale_col_stride)

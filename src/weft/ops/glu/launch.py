@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format
+from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import NO_CODES, STRIPE, cast_mode, copy_arguments, count_stripes
 from ..common.groups import (
@@ -270,13 +270,13 @@ class _Glu(_Call):
         make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
 
     def rows_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         made = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
         return self.run(made, None, copy, None, given, wants_amax)
 
     def stripes_pass(
-        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         static = self.options.scale is not None
         made = _Pass(static, self.options.format, row is not None, stripes=True)
@@ -286,8 +286,8 @@ class _Glu(_Call):
         self,
         made: _Pass,
         y: Tensor | None,
-        row: Copy | None = None,
-        col: Copy | None = None,
+        row: Codes | None = None,
+        col: Codes | None = None,
         given: Tensor | None = None,
         wants_amax: bool = False,
     ) -> Tensor | None:
@@ -353,8 +353,8 @@ class _Gradient:
         self.row = self.col = None
         if result.y is None or options.format is None:
             return
-        self.row = result.rowwise if direct[0] else None
-        self.col = result.columnwise if direct[1] else None
+        row, col = result.copies(options.format)
+        self.row, self.col = row if direct[0] else None, col if direct[1] else None
         self.later = direct != (options.rowwise, options.columnwise)
         self.plain = (
             torch.empty(result.y.shape, dtype=torch.float32, device=result.y.device) if self.later else None

@@ -305,7 +305,7 @@ def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
         f = format_of(into.dtype)
         assert f is not None
         if a.scaled == "token":
-            codes, made, _ = quantize_copy(kept.float().flatten(0, 1), f)
+            codes, made = quantize_copy(kept.float().flatten(0, 1), f)[:2]
             scale[where] = made.view(kept.shape[:2])
         else:
             own = scale if scale.dim() == 0 else scale[:, None]

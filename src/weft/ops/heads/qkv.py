@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
+from ...quant import Codes, Format, QTensor
 from ...runtime import Backward, Gradients, Nothing, Op, Sharding
 from ..common.checks import FLOATS, check_input, check_tensor
 from .angles import Rotation, check_rotation
@@ -390,7 +390,7 @@ def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None) 
     made = qkv_prepare_quantized_op(PrepareQuantized(*a, f.spec))
 
     def joined(codes: Tensor, scale: Tensor) -> QTensor:
-        return QTensor(codes.shape, a.x.dtype, f, Copy(codes.flatten(0, -2), scale.view(-1, 1), None))
+        return QTensor(codes.shape, a.x.dtype, f, Codes(codes.flatten(0, -2), scale.view(-1, 1)))
 
     return QKV(joined(made.q, made.q_scale), joined(made.k, made.k_scale), made.v, made.gate)
 

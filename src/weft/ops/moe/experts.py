@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...quant import Copy, Format, QTensor
+from ...quant import Codes, Format, QTensor
 from ...quant.formats import read_alike
 from ...runtime import autocasted
 from ..common.activations import Act
@@ -59,7 +59,7 @@ class _KeepingFewBytes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> Any:
         data, scale, probs, ends = ctx.saved_tensors
-        z = dequantize_codes(Copy(data, scale), _KEPT, *ctx.z)
+        z = dequantize_codes(Codes(data, scale, format=_KEPT), *ctx.z)
         groups = Groups(ends, ctx.align)
         needs = GluNeeds(True, False, probs is not None, False)
         found = glu_backward_op(

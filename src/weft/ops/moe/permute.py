@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
+from ...quant import PLAIN, Codes, Format, QTensor
 from ...quant.copies import check_codes, scale_room
-from ...quant.qtensor import PLAIN, Codes, register_codes, rowwise_codes, stand_in
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import take_apart
 from ...runtime import (
@@ -39,6 +39,7 @@ from ...runtime import (
 )
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.quantized import register_codes, rowwise_codes
 from ..common.results import Result, ResultOptions, allocate_result, plain_result, result_options
 from ..common.rows import align_of, compute_dtype, contiguous, cpu_tile, flat_rows
 from ..quantize import QuantizeArgs, quantize_reference
@@ -155,9 +156,6 @@ def _token_of_row(map: RowMap) -> Tensor:
 
 def _moved(codes: Codes, token: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     """The codes and scales of each row; a pad has codes 0 and scales 1."""
-    assert codes.data is not None
-    assert codes.scale is not None
-    assert codes.format is not None
     data = _pick(codes.data.view(torch.uint8), token).view(codes.data.dtype)
     scale = scale_room(Format.of(codes.format), len(token), cols).allocate(data.device)
     kind, one = (torch.uint8, 127) if scale.element_size() == 1 else (torch.float32, 1.0)
@@ -170,10 +168,7 @@ def _values(rows: Tensor | None, codes: Codes, cols: int, dtype: torch.dtype) ->
     if codes.data is None:
         assert rows is not None
         return rows.to(dtype)
-    assert codes.scale is not None
-    assert codes.format is not None
-    copy, shape = Copy(codes.data, codes.scale), (codes.data.shape[0], cols)
-    return dequantize_copy(copy, Format.of(codes.format), shape, torch.float32).to(dtype)
+    return dequantize_copy(codes, (codes.data.shape[0], cols), torch.float32).to(dtype)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------
@@ -286,7 +281,7 @@ def _strides(data: Tensor, scale: Tensor | None) -> Strides:
 
 def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, Strides]:
     """(data, scales, strides): numbers or codes [M, K] as kernels read them, with the scales of codes."""
-    data = flat_rows(rows if codes.data is None else codes.data)  # type: ignore[arg-type]
+    data = flat_rows(rows if codes.data is None else codes.data)
     return data, codes.scale, _strides(data, codes.scale)
 
 
@@ -323,8 +318,7 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     cols = x.shape[1]
     align = align_of(cols, x.stride(0))
     tile, num_warps = stripe_config("permute", f.block, align, target)
-    data, data_scale, *strides = copy_arguments(o.result.rowwise)
-    data_t, data_t_scale, *strides_t = copy_arguments(o.result.columnwise)
+    row, col = map(copy_arguments, o.result.copies(a.result.format))
     launch = Launch.of(
         permute_stripe_kernel,
         num_warps=num_warps,
@@ -338,8 +332,8 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     )
     launch(
         (count_stripes(rows, cols) * -(-cols // tile), 1, 1),
-        (x, probs, a.map.experts, a.map.slot_of_row, o.row_probs, data, data_scale, data_t, data_t_scale),
-        (rows, cols, slots, x.stride(0), _last(probs), *strides, *strides_t),
+        (x, probs, a.map.experts, a.map.slot_of_row, o.row_probs, *row[:2], *col[:2]),
+        (rows, cols, slots, x.stride(0), _last(probs), *row[2:], *col[2:]),
     )
 
 
@@ -350,10 +344,8 @@ BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
 
 def _validate_codes(codes: Codes, rows: int, cols: int, *, moved: bool = False) -> None:
     """Raise an error for codes that the kernels would misread. `moved`: they are moved, and not decoded."""
-    if codes.data is None and codes.scale is None and codes.format is None:
-        return
-    check_codes("the tensor", codes.data, codes.scale, None, codes.format, rows, cols)
-    if not _readable(Format.of(codes.format or ""), moved=moved):
+    check_codes("the tensor", codes, rows, cols)
+    if codes.data is not None and not _readable(Format.of(codes.format), moved=moved):
         raise ValueError(
             f"rows in {codes.format} cannot be {'moved' if moved else 'added up'}: dequantize them"
         )
@@ -575,9 +567,9 @@ def _rows_to_add(q: QTensor) -> Codes | None:
     return rowwise_codes(q) if _readable(q.format, moved=False) else None
 
 
-register_codes(permute_op, "x", "codes", _rows_to_move)
-register_codes(unpermute_op, "rows", "codes", _rows_to_add)
-register_codes(unpermute_backward_op, "rows", "codes", _rows_to_add)
+register_codes(permute_op, x=_rows_to_move)
+register_codes(unpermute_op, rows=_rows_to_add)
+register_codes(unpermute_backward_op, rows=_rows_to_add)
 
 
 # ---- public functions -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import amax, decode, decode_e8m0, fp32_scale, larger, quantize_rows, round_to, scaled
-from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe
+from ..common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe
 from ..common.rows import load_stored, load_tile, tile_mask
 
 PADS = tl.constexpr(32)  # rows that a program searches for pads
@@ -170,7 +170,7 @@ def permute_kernel(
     """Each token's row is read once, and written to the rows of its slots; further programs write the pads. With one
     scale for each row, a program has whole rows and reads them twice, first for their amax."""
     cols = (cols // ALIGN) * ALIGN
-    y = Codes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
+    y = StridedCodes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
     if tl.program_id(0) < token_programs:
         WHOLE: tl.constexpr = FORMAT is not None and FORMAT.group == 0
         tiles = 1 if WHOLE else tl.cdiv(cols, TILE)
@@ -267,8 +267,8 @@ def permute_stripe_kernel(
     slots,
     x_stride,
     probs_stride,
-    copy: Codes,  # row-wise
-    copy_t: Codes,  # column-wise
+    copy: StridedCodes,  # row-wise
+    copy_t: StridedCodes,  # column-wise
     INPUT_MAX: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
@@ -362,7 +362,7 @@ def unpermute_kernel(
 ):
     """The rows of a token's slots, added up in their order."""
     cols = (cols // ALIGN) * ALIGN
-    source = Codes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
+    source = StridedCodes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
     probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
     tiles = tl.cdiv(cols, TILE)
     tile = tl.program_id(0) % tiles
@@ -436,7 +436,7 @@ def unpermute_backward_kernel(
 ):
     """A token's gradient is read once for every AT_ONCE of its slots; further programs write the pads."""
     cols = (cols // ALIGN) * ALIGN
-    source = Codes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
+    source = StridedCodes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
     probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
     if tl.program_id(0) < tokens:
         token = tl.program_id(0).to(tl.int64)
@@ -478,7 +478,7 @@ def unpermute_backward_kernel(
                 else:
                     tl.store(dprobs_ptr + token * dprobs_stride + slot, dots, mask=slot < slots)
     elif drows_ptr is not None:
-        drows = Codes(drows_ptr, None, cols, 0, 0)
+        drows = StridedCodes(drows_ptr, None, cols, 0, 0)
         block = tl.program_id(0) - tokens
         _write_pads(
             drows,

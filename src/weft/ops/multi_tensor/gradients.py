@@ -220,7 +220,7 @@ def _scales(q: QTensor) -> list[Tensor]:
     copies = [copy for copy in (q.rowwise, q.columnwise) if copy is not None]
     scales = [copy.scale if copy.global_scale is None else copy.global_scale for copy in copies]
     if len(scales) == 2 and (scales[0] is scales[1] or _same_memory(*scales)):
-        del scales[1]  # both copies may share one scale of the whole tensor
+        del scales[1]  # both copies may share one global_scale
     return scales
 
 
@@ -235,6 +235,6 @@ def mark_clipped(gradients: list[Tensor]) -> None:
     for t in changed:
         q = _local(t) if is_distributed(t) else t
         if isinstance(q, QTensor) and q.format.power_of_two:
-            q.spec = replace(q.format, power_of_two=False).spec
+            q._declare(replace(q.format, power_of_two=False).spec)
     if changed and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(changed)

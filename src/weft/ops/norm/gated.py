@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
+from ...quant import Codes, Format, QTensor
 from ...runtime import (
     LATER,
     Backward,
@@ -309,7 +309,7 @@ class _GatedNorm:
         make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def groups_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         a, to = self.a, self.a.result
         data, data_scale, _, *strides = copy_arguments(copy)
@@ -329,7 +329,7 @@ class _GatedNorm:
         return partials
 
     def stripes_pass(
-        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         rows, cols, groups, levels = self.layout
         tokens, width, align = rows // groups, cols * groups, self.layout.align

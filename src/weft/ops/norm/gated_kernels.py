@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
-from ..common.copies import Codes, Encoding, Stripe, Tile, store_codes, store_stripe, tensor_factor
+from ..common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe, tensor_factor
 from ..common.results import FP32_MAX
 from ..common.rows import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
 from ..common.sums import add_to
@@ -190,7 +190,7 @@ def gated_norm_kernel(
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
                     codes,
-                    Codes(
+                    StridedCodes(
                         data_ptr, data_scale_ptr, data_stride, data_scale_row_stride, data_scale_col_stride
                     ),
                     Tile(row.to(tl.int64), start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
@@ -220,8 +220,8 @@ def gated_norm_stripe_kernel(
     gate_first_stride,
     gate_second_stride,
     gate_third_stride,
-    copy: Codes,  # row-wise
-    copy_t: Codes,  # column-wise
+    copy: StridedCodes,  # row-wise
+    copy_t: StridedCodes,  # column-wise
     weight_offset: float,
     ACT: tl.constexpr,
     LLAMA: tl.constexpr,

@@ -10,8 +10,8 @@ from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import amax, encode, fp32_scale, larger, merge_moments, scaled
 from ..common.copies import (
-    Codes,
     Encoding,
+    StridedCodes,
     Stripe,
     Tile,
     store_codes,
@@ -75,7 +75,7 @@ class Stored(NamedTuple):
     y: Tensor | None  # [rows, cols]
     h: Tensor | None  # [rows, cols]
     amax: Tensor | None  # [programs]: the largest |y| of each
-    codes: Codes  # row-wise
+    codes: StridedCodes  # row-wise
 
 
 class Programs(NamedTuple):
@@ -399,7 +399,7 @@ def norm_stripe_kernel(
     formula: Formula,
     statistics: Statistics,
     stored: Stored,  # neither y nor h
-    codes_t: Codes,  # column-wise
+    codes_t: StridedCodes,  # column-wise
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
     UNROUNDED: tl.constexpr,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format
+from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.results import (
@@ -270,7 +270,7 @@ class _Quantized:
             self.layout = self.layout.of_h()
 
     def rows_pass(
-        self, copy: Copy | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
     ) -> Tensor | None:
         if known:
             self._read_h()
@@ -290,7 +290,7 @@ class _Quantized:
         return partials
 
     def stripes_pass(
-        self, row: Copy | None, col: Copy | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         self._read_h()
         layout = self.layout

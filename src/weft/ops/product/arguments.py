@@ -6,28 +6,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...quant import PLAIN, Codes
 from ..common.groups import Groups
 from ..common.results import Result, ResultOptions
 
-
-class OperandCodes(NamedTuple):
-    """The copy of a quantised operand whose scales lie along K, as [rows, K] or [groups, rows, K]; its strides may be
-    any."""
-
-    data: Tensor | None = None
-    scale: Tensor | None = None
-    whole: Tensor | None = None  # nvfp4's scale of the whole tensor
-    format: str | None = None  # as which the copy is a row-wise one
-
-
-PLAIN = OperandCodes()
+# The codes of an operand are those of the copy whose scales lie along K, [rows, K] or [groups, rows, K]; their strides
+# may be any.
 
 
 class MatmulArgs(NamedTuple):
     a: Tensor  # [M, K] or [batch, M, K]; a stand-in if there are codes
     b: Tensor  # [K, N] or [batch, K, N]; with a gated unit 2N
-    a_codes: OperandCodes  # [M, K]
-    b_codes: OperandCodes  # [N, K]
+    a_codes: Codes  # [M, K]
+    b_codes: Codes  # [N, K]
     bias: Tensor | None  # [N], with a gated unit [2N]
     residual: Tensor | None  # of the shape of the result
     alpha: Tensor | None  # one fp32 number
@@ -45,8 +36,8 @@ class GroupedArgs(NamedTuple):
 
     x: Tensor  # [rows, K]; with slot_of_row [tokens, K]; a stand-in if there are codes
     w: Tensor  # [groups, N, K], with a gated unit 2N
-    x_codes: OperandCodes  # [rows, K]
-    w_codes: OperandCodes  # [groups, N, K]
+    x_codes: Codes  # [rows, K]
+    w_codes: Codes  # [groups, N, K]
     ends: Tensor  # [groups]
     align: int
     slot_of_row: Tensor | None  # int32 [rows]: row r is that of the token slot_of_row[r] // slots
@@ -64,8 +55,8 @@ class WgradArgs(NamedTuple):
 
     dy: Tensor  # [rows, N]
     x: Tensor  # [rows, K]
-    dy_codes: OperandCodes  # [N, rows]
-    x_codes: OperandCodes  # [K, rows]
+    dy_codes: Codes  # [N, rows]
+    x_codes: Codes  # [K, rows]
     ends: Tensor  # [groups]
     align: int
     addend: Tensor | None  # [groups, N, K]
@@ -86,8 +77,8 @@ def matmul_args(
     b: Tensor,
     result: ResultOptions,
     *,
-    a_codes: OperandCodes = PLAIN,
-    b_codes: OperandCodes = PLAIN,
+    a_codes: Codes = PLAIN,
+    b_codes: Codes = PLAIN,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> MatmulArgs:
@@ -103,8 +94,8 @@ def grouped_args(
     groups: Groups,
     result: ResultOptions,
     *,
-    x_codes: OperandCodes = PLAIN,
-    w_codes: OperandCodes = PLAIN,
+    x_codes: Codes = PLAIN,
+    w_codes: Codes = PLAIN,
     bias: Tensor | None = None,
 ) -> GroupedArgs:
     assert groups.ends is not None
@@ -120,8 +111,8 @@ def wgrad_args(
     groups: Groups,
     result: ResultOptions,
     *,
-    dy_codes: OperandCodes = PLAIN,
-    x_codes: OperandCodes = PLAIN,
+    dy_codes: Codes = PLAIN,
+    x_codes: Codes = PLAIN,
     addend: Tensor | None = None,
 ) -> WgradArgs:
     assert groups.ends is not None

@@ -11,10 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ...quant import Format
+from ...quant import PLAIN, Codes, Format
 from ...quant.copies import check_codes
 from ..common.groups import count_slots
-from .arguments import PLAIN, GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
+from .arguments import GroupedArgs, MatmulArgs, WgradArgs
 from .operands import Form
 
 # ---- pairs of operands ----------------------------------------------------------------------------------
@@ -138,20 +138,16 @@ def validate_wgrad(a: WgradArgs) -> None:
     check_formats(a.dy.dtype, a.dy_codes.format, a.x.dtype, a.x_codes.format, a.precision)
 
 
-def _check_operand(
-    name: str, x: Tensor, codes: OperandCodes, rows: int, k: int, slots: int | None = None
-) -> None:
-    blocks = None
-    if slots is not None and codes.format is not None:
-        blocks = slots * 128 // Format.of(codes.format).group
-    check_codes(name, *codes, rows, k, blocks=blocks)
+def _check_operand(name: str, x: Tensor, codes: Codes, rows: int, k: int, slots: int | None = None) -> None:
+    blocks = None if slots is None else slots * 128 // Format.of(codes.format).group
+    check_codes(name, codes, rows, k, blocks=blocks)
     if codes.data is not None and codes.data.device != x.device:
         raise ValueError(f"the codes of {name} are on {codes.data.device}, and {name} is on {x.device}")
 
 
-def has_slots(codes: OperandCodes, rows: int, groups: int) -> bool:
+def has_slots(codes: Codes, rows: int, groups: int) -> bool:
     """Return whether the scales of codes [.., rows] lie in blocks that begin with groups."""
-    if codes.data is None or codes.scale is None or codes.format is None:
+    if codes.scale is None or codes.format is None:
         return False
     group = Format.of(codes.format).group
     return group != 0 and codes.scale.shape[-1] == count_slots(rows, groups) * 128 // group

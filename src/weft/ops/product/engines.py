@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...quant import Format
+from ...quant import Codes, Format
 from ...runtime import Capabilities
 from ..common.engines import insist, note_engine
-from .arguments import GroupedArgs, MatmulArgs, OperandCodes, WgradArgs
+from .arguments import GroupedArgs, MatmulArgs, WgradArgs
 from .configs import FEW
 from .libraries import INSTALLED
 from .operands import INT32_DEPTH, Form
@@ -168,13 +168,13 @@ def obstacle(a: MatmulArgs, pair: str, engine: str, target: str | None = None) -
     return None if _along_k(a.a_codes, a.b_codes) else "codes that are not contiguous along K"
 
 
-def _along_k(*codes: OperandCodes) -> bool:
+def _along_k(*codes: Codes) -> bool:
     """Whether codes are contiguous along K. Those of a QTensor in a graph are not known, and may be."""
     return all(one.data is None or one.data.stride(-1) == 1 for one in codes)
 
 
 def _obstacle_of_deep_gemm(
-    left: OperandCodes, right: OperandCodes, pair: str, dtype: torch.dtype, target: str | None
+    left: Codes, right: Codes, pair: str, dtype: torch.dtype, target: str | None
 ) -> str | None:
     """Why DeepGEMM cannot multiply these rows and weights, or None."""
     if not INSTALLED["deep_gemm"]:

@@ -19,19 +19,21 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
-from ...quant.qtensor import register_codes, stand_in
+from ...quant import PLAIN, Codes, Format, QTensor
+from ...quant.copies import Copies
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.groups import Groups, group_spans
+from ..common.quantized import register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..moe.row_map import RowMap
-from .arguments import PLAIN, GroupedArgs, OperandCodes, ProductOutputs, WgradArgs, wgrad_args
+from .arguments import GroupedArgs, ProductOutputs, WgradArgs, wgrad_args
 from .checks import has_slots, validate_grouped, validate_wgrad
 from .engines import Engine, check_grouped_engine
 from .launch import launch_grouped, launch_wgrad
@@ -50,9 +52,9 @@ from .operands import Precision, autocasted_pair
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _of_group(codes: OperandCodes, group: int) -> OperandCodes:
+def _of_group(codes: Codes, group: int) -> Codes:
     """Those of the matrix of a group."""
-    if codes.data is None or codes.scale is None:
+    if codes.data is None:
         return codes
     return codes._replace(data=codes.data[group], scale=codes.scale[group])
 
@@ -65,21 +67,21 @@ def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
     return torch.where((slot >= 0)[:, None], x[slot.clamp(min=0) // a.slots], 0)
 
 
-def _part(x: Tensor, codes: OperandCodes, span: tuple[int, int, int], groups: int) -> Tensor:
+def _part(x: Tensor, codes: Codes, span: tuple[int, int, int], groups: int) -> Tensor:
     """The rows of a group, transposed: [width, rows of the group]."""
     group, begin, end = span
     dtype = compute_dtype(x)
-    if codes.data is None or codes.scale is None or codes.format is None:
+    if codes.data is None:
         return x[begin:end].to(dtype).t()
-    f = Format.of(codes.format).stored  # rotated numbers stay so: their products need no undoing
-    scale = codes.scale
+    f, scale = Format.of(codes.format), codes.scale
     if f.group:
         first = begin // f.group
         if has_slots(codes, len(x), groups):
             first = (begin // 128 + group) * 128 // f.group
         scale = scale[:, first : first - (begin - end) // f.group]
     data = codes.data[:, begin // f.packed : -(-end // f.packed)]
-    return dequantize_copy(Copy(data, scale, codes.whole), f, (x.shape[1], end - begin), dtype)
+    # Rotated numbers stay so: their products need no undoing.
+    return dequantize_copy(codes._replace(data=data, scale=scale), (x.shape[1], end - begin), dtype)
 
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -219,33 +221,28 @@ class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", varian
 grouped_wgrad_op = GroupedWgradOp()
 
 
-def weight_codes(
-    rowwise: Copy | None, columnwise: Copy | None, spec: str, groups: int, transpose: bool
-) -> OperandCodes | None:
-    """Return the codes [groups, N, K] of weights in the format `spec`, and their scales along K: those of the row-wise
-    copy, or, to multiply with the transposes [groups, K, N], those of the column-wise one. They are views."""
-    copy, other = (columnwise, rowwise) if transpose else (rowwise, columnwise)
-    found = codes_along_k(copy, other, Format.of(spec).transposed.spec if transpose else spec)
-    if found is None or found.data is None or found.scale is None:
+def weight_codes(copies: Copies, groups: int, transpose: bool) -> Codes | None:
+    """Return the codes [groups, N, K] of weights, with their scales along K: those of the row-wise copy, or, to
+    multiply with the transposes [groups, K, N], those of the column-wise one. They are views."""
+    found = codes_along_k(*(reversed(copies) if transpose else copies))
+    if found is None:
         return None
     side = 1 if transpose else 0  # along which the groups lie one after another
-    block, scale = Format.of(spec).block, found.scale
+    block, scale = Format.of(found.format).block, found.scale
     data = found.data.unflatten(side, (groups, -1)).movedim(side, 0)
     if block == "tensor" or (block == "row" and transpose):  # one scale for all groups
         return found._replace(data=data, scale=scale.expand(groups, *scale.shape))
     return found._replace(data=data, scale=scale.unflatten(side, (groups, -1)).movedim(side, 0))
 
 
-def _codes_of_weights(q: QTensor, transpose: bool = False) -> OperandCodes | None:
+def _codes_of_weights(q: QTensor, transpose: bool = False) -> Codes | None:
     if q.shape[1] % _rows_of_blocks(q.spec, transpose):
         return None  # a block has rows of two groups
-    return weight_codes(q.rowwise, q.columnwise, q.spec, q.shape[0], transpose)
+    return weight_codes((q.rowwise, q.columnwise), q.shape[0], transpose)
 
 
-register_codes(grouped_matmul_op, "x", "x_codes", codes_along_rows)
-register_codes(grouped_matmul_op, "w", "w_codes", _codes_of_weights)
-register_codes(grouped_wgrad_op, "dy", "dy_codes", codes_along_columns)
-register_codes(grouped_wgrad_op, "x", "x_codes", codes_along_columns)
+register_codes(grouped_matmul_op, x=codes_along_rows, w=_codes_of_weights)
+register_codes(grouped_wgrad_op, dy=codes_along_columns, x=codes_along_columns)
 
 
 # ---- public functions -----------------------------------------------------------------------------------
@@ -407,8 +404,8 @@ def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
 
 
 def _operand_of(
-    x: Tensor, name: str, side: str, take: Callable[[QTensor], OperandCodes | None]
-) -> tuple[Tensor, OperandCodes]:
+    x: Tensor, name: str, side: str, take: Callable[[QTensor], Codes | None]
+) -> tuple[Tensor, Codes]:
     """An operand in the form that the op takes."""
     # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
     if not isinstance(x, QTensor) or torch.compiler.is_compiling():
@@ -419,7 +416,7 @@ def _operand_of(
     return stand_in_for(x), found
 
 
-def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, OperandCodes]:
+def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, Codes]:
     """The weights as [groups, N, K] in the form that the op takes."""
     if isinstance(w, QTensor):
         check_weight_blocks(w.spec, w.shape[1], transpose)

@@ -15,7 +15,7 @@ from ...runtime import kernel
 from ...tiles import decode, decode_e4m3, decode_e8m0, unpack_pairs
 from ...tiles.activations import activate
 from ...tiles.split import dot_fp32
-from ..common.copies import Codes, Encoding, Tile, store_rows
+from ..common.copies import Encoding, StridedCodes, Tile, store_rows
 from ..common.groups import GroupEnds, group_rows, group_tile
 
 # ---- structs --------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 
     data: Tensor | None
     scale: Tensor | None
-    whole: Tensor | None  # nvfp4's scale of the whole tensor
+    global_scale: Tensor | None  # nvfp4's, one for the tensor
     stride: int  # from row to row if K is contiguous, else from one index of K to the next
     batch_stride: int
     scale_row_stride: int  # from one row of scales to the next
@@ -129,7 +129,7 @@ def _of_batch(operand, batch, FORM: tl.constexpr):
     return Operand(
         operand.data + tl.multiple_of(batch * operand.batch_stride, ALIGN),
         scale,
-        operand.whole,
+        operand.global_scale,
         operand.stride,
         operand.batch_stride,
         operand.scale_row_stride,
@@ -385,11 +385,11 @@ def _scaled(total, a, b, row, rows, col, cols, PRODUCT: tl.constexpr):
         elif PRODUCT.b.block == "tensor":
             value = value * tl.load(b.scale)
     if PRODUCT.a.block == "nvfp4" and PRODUCT.b.block == "nvfp4":
-        value = value * (tl.load(a.whole) * tl.load(b.whole))
+        value = value * (tl.load(a.global_scale) * tl.load(b.global_scale))
     elif PRODUCT.a.block == "nvfp4":
-        value = value * tl.load(a.whole)
+        value = value * tl.load(a.global_scale)
     elif PRODUCT.b.block == "nvfp4":
-        value = value * tl.load(b.whole)
+        value = value * tl.load(b.global_scale)
     return value
 
 
@@ -509,7 +509,7 @@ def matmul_kernel(
     finish: Finish,
     y_ptr,  # [batch, M, N]; its dtype alone is read if there are partial sums or a copy
     partial_ptr,  # [spans, 1 or 2, batch, M, N] of sums that another kernel finishes, or None
-    copy: Codes,  # the row-wise copy of the result, or absent
+    copy: StridedCodes,  # the row-wise copy of the result, or absent
     sizes: Sizes,
     groups: GroupEnds,
     gather: Gather,
@@ -574,7 +574,7 @@ def finish_kernel(
     finish: Finish,
     y_ptr,  # [batch, M, N]
     partial_ptr,  # [spans, 1 or 2, batch, M, N]
-    copy: Codes,
+    copy: StridedCodes,
     sizes: Sizes,
     groups: GroupEnds,
     gather: Gather,

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant import Format
+from ...quant import Codes, Format
 from ...runtime import Capabilities, Launch, capabilities_of, is_recording
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.groups import NO_ENDS, GroupEnds
 from ..common.results import Result, ResultOptions
 from ..common.rows import align_of
 from ..quantize import quantize_into
-from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
+from .arguments import GroupedArgs, MatmulArgs, ProductOutputs, WgradArgs
 from .checks import has_slots
 from .configs import FEW, product_config, spans_of
 from .engines import choose_engine, choose_grouped_engine
@@ -55,10 +55,8 @@ def _of_plain(x: Tensor) -> tuple[Operand, _Layout]:
     return Operand(x, None, None, stride, batch_stride, 0, 0, 0), _Layout(x.dtype, None, along_k, align)
 
 
-def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
-    data, scale = codes.data, codes.scale
-    assert data is not None
-    assert scale is not None
+def _of_codes(codes: Codes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
+    data, scale, global_scale, spec = codes
     *batch, rows, k = data.shape
     *strides, row_stride, k_stride = data.stride()
     *scale_strides, scale_row_stride, scale_stride = scale.stride()
@@ -67,12 +65,12 @@ def _of_codes(codes: OperandCodes, dtype: torch.dtype) -> tuple[Operand, _Layout
     batch_stride, scale_batch_stride = (strides[0], scale_strides[0]) if batch else (0, 0)
     align = align_of(k if along_k else rows, stride, batch_stride, least=8)
     operand = Operand(
-        data, scale, codes.whole, stride, batch_stride, scale_row_stride, scale_stride, scale_batch_stride
+        data, scale, global_scale, stride, batch_stride, scale_row_stride, scale_stride, scale_batch_stride
     )
-    return operand, _Layout(dtype, codes.format, along_k, align)
+    return operand, _Layout(dtype, spec, along_k, align)
 
 
-def _operand(x: Tensor, codes: OperandCodes) -> tuple[Operand, _Layout]:
+def _operand(x: Tensor, codes: Codes) -> tuple[Operand, _Layout]:
     return _of_plain(x) if codes.data is None else _of_codes(codes, x.dtype)
 
 
@@ -322,7 +320,7 @@ def _launch(result: Result, call: _Call) -> None:
         "finish": call.finish,
         "y_ptr": y,
         "partial_ptr": partial,
-        "copy": copy_arguments(result.rowwise) if plan.within else NO_CODES,
+        "copy": copy_arguments(result.copies(to.format)[0]) if plan.within else NO_CODES,
         "sizes": Sizes(m, n, k, plan.span),
         "groups": call.groups,
         "gather": call.gather,

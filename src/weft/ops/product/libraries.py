@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from ...quant import Copy, Format
-from ...quant.layouts import Buffers, to_layout
+from ...quant import Format
+from ...quant.layouts import to_layout
 from ..common.groups import group_of_reference, group_spans, real_rows_reference
-from .arguments import GroupedArgs, MatmulArgs, OperandCodes, ProductOutputs, WgradArgs
+from .arguments import GroupedArgs, MatmulArgs, ProductOutputs, WgradArgs
 
 # Whether the library of an engine can be imported.
 INSTALLED = {"weft": True, "torch": True, "deep_gemm": importlib.util.find_spec("deep_gemm") is not None}
@@ -58,24 +58,17 @@ def multiply_groups(engine: str, o: ProductOutputs, a: GroupedArgs | WgradArgs) 
 # ---- PyTorch --------------------------------------------------------------------------------------------
 
 
-def _buffers(codes: OperandCodes, layout: str, operand: Any) -> Buffers:
-    assert codes.data is not None
-    assert codes.scale is not None
-    assert codes.format is not None
-    return to_layout(Copy(codes.data, codes.scale, codes.whole), codes.format, layout, operand=operand)
-
-
 def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The codes of a and b, and their scales, as `torch._scaled_mm` takes them."""
-    left, right = _buffers(a.a_codes, "torch_v1", "a"), _buffers(a.b_codes, "torch_v1", "b")
+    left, right = to_layout(a.a_codes, "torch_v1"), to_layout(a.b_codes, "torch_v1", operand="b")
     return left.data, right.data, left.scale, right.scale
 
 
 def nvfp4_operands(a: MatmulArgs) -> dict[str, Any]:
     """The codes of a and b, and their scales, as `torch.nn.functional.scaled_mm` takes them."""
     found: dict[str, Any] = {}
-    for side, codes in (("a", a.a_codes), ("b", a.b_codes)):
-        buffers = _buffers(codes, "torch_v2", side)
+    buffers_a, buffers_b = to_layout(a.a_codes, "torch_v2"), to_layout(a.b_codes, "torch_v2", operand="b")
+    for side, buffers in (("a", buffers_a), ("b", buffers_b)):
         found[f"mat_{side}"] = buffers.data
         found[f"scale_{side}"] = [buffers.scale, buffers.global_scale]
         found[f"scale_recipe_{side}"] = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
@@ -90,10 +83,6 @@ def _nvfp4_by_torch(y: Tensor, a: MatmulArgs) -> None:
 def _int8_by_torch(y: Tensor, a: MatmulArgs, block: str) -> None:
     """Exact sums, and the scales in the order of Weft's kernel: the same bits."""
     left, right = a.a_codes, a.b_codes
-    assert left.data is not None
-    assert left.scale is not None
-    assert right.data is not None
-    assert right.scale is not None
     sums = torch._int_mm(left.data, right.data.t())
     if block == "tensor":
         torch.mul(sums, left.scale * right.scale, out=y)
@@ -131,15 +120,13 @@ def _groups_one_by_one(y: Tensor, a: GroupedArgs | WgradArgs) -> None:
 
 def _dense_by_deep_gemm(y: Tensor, a: MatmulArgs, target: str) -> None:
     layout = "deepgemm_sm90" if target == "sm_90" else "deepgemm_sm100"
-    left, right = _buffers(a.a_codes, layout, "a"), _buffers(a.b_codes, layout, "b")
+    left, right = to_layout(a.a_codes, layout), to_layout(a.b_codes, layout, operand="b")
     importlib.import_module("deep_gemm").fp8_gemm_nt((left.data, left.scale), (right.data, right.scale), y)
 
 
 def _groups_by_deep_gemm(y: Tensor, a: GroupedArgs) -> None:
     """It takes the group of every row, -1 for pads, and leaves the rows of pads as they are."""
-    left, rows = _buffers(a.x_codes, "deepgemm_sm90", "a"), len(y)
-    assert a.w_codes.data is not None
-    assert a.w_codes.scale is not None
+    left, rows = to_layout(a.x_codes, "deepgemm_sm90"), len(y)
     real = real_rows_reference(a.ends, rows, a.align)
     group = torch.where(real, group_of_reference(a.ends, rows), -1).to(torch.int32)
     right = a.w_codes.data, a.w_codes.scale.contiguous()

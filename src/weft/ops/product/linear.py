@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...quant import Copy, Format, QTensor
-from ...quant.copies import in_slots
+from ...quant import PLAIN, Codes, Format, QTensor
+from ...quant.copies import Copies, in_slots
 from ...quant.formats import read_alike
 from ...quant.qtensor import stand_in
 from ...quant.straight import stand_in_for
@@ -31,7 +31,7 @@ from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
 from ..quantize import QuantizeArgs, quantize_op
-from .arguments import PLAIN, OperandCodes, grouped_args, matmul_args, wgrad_args
+from .arguments import grouped_args, matmul_args, wgrad_args
 from .delayed import Delayed, DelayedScaling
 from .grouped import (
     check_weight_blocks,
@@ -47,17 +47,17 @@ from .recipes import Recipe
 # ---- operands -------------------------------------------------------------------------------------------
 
 
-class Operand(NamedTuple):
-    """An operand in the numbers of a recipe, a matrix or one matrix for each group."""
+class LayerOperand(NamedTuple):
+    """An operand of a layer's products in the numbers of a recipe, a matrix or one matrix for each group."""
 
     plain: Tensor  # [..., rows, width]; a stand-in if there are codes
-    row: OperandCodes = PLAIN  # whose scales lie along the width
-    col: OperandCodes = PLAIN  # transposed, whose scales lie along the rows
+    row: Codes = PLAIN  # whose scales lie along the width
+    col: Codes = PLAIN  # transposed, whose scales lie along the rows
 
 
-def _of_copies(x: Tensor, spec: str, row: Copy | None, col: Copy | None) -> Operand:
-    turned = Format.of(spec).transposed.spec
-    return Operand(x, codes_along_k(row, col, spec) or PLAIN, codes_along_k(col, row, turned) or PLAIN)
+def _of_copies(x: Tensor, copies: Copies) -> LayerOperand:
+    row, col = copies
+    return LayerOperand(stand_in(x), codes_along_k(row, col) or PLAIN, codes_along_k(col, row) or PLAIN)
 
 
 def quantised_copies(
@@ -69,7 +69,7 @@ def quantised_copies(
     *,
     delayed: Delayed | None = None,
     keep_nonfinite: bool = False,
-) -> tuple[Copy | None, Copy | None]:
+) -> Copies:
     """Return the copies of x along its rows and along its columns, as far as they are needed. `keep_nonfinite`: an Inf
     or NaN in x makes the scale NaN where one scale is that of the whole tensor; the formats of gradients in `recipes`
     see to it where there are several."""
@@ -83,52 +83,52 @@ def quantised_copies(
     result = quantize_op(QuantizeArgs(x, options, seed)).result
     if delayed is not None:
         delayed.note(result.amax)
+    row, col = result.copies(spec)
     if not keep_nonfinite or result.amax is None:
-        return result.rowwise, result.columnwise
+        return row, col
     finite = result.amax.isfinite()
-    return _poisoned(result.rowwise, finite), _poisoned(result.columnwise, finite)
+    return _poisoned(row, finite), _poisoned(col, finite)
 
 
-def _poisoned(copy: Copy | None, finite: Tensor) -> Copy | None:
-    """Return a copy whose scale of the whole tensor is NaN unless `finite`, a truth value on the device."""
-    if copy is None:
+def _poisoned(codes: Codes | None, finite: Tensor) -> Codes | None:
+    """Return codes whose scale of the tensor is NaN unless `finite`, a truth value on the device."""
+    if codes is None:
         return None
-    if copy.global_scale is not None:
-        return copy._replace(global_scale=torch.where(finite, copy.global_scale, torch.nan))
-    return copy._replace(scale=torch.where(finite, copy.scale, torch.nan))
+    if codes.global_scale is not None:
+        return codes._replace(global_scale=torch.where(finite, codes.global_scale, torch.nan))
+    return codes._replace(scale=torch.where(finite, codes.scale, torch.nan))
 
 
-def _activations(x: Tensor, s: Settings, columnwise: bool) -> Operand:
+def _activations(x: Tensor, s: Settings, columnwise: bool) -> LayerOperand:
     """x [rows, K], quantised unless it is, along K and, with `columnwise`, along the rows."""
     spec = s.recipe.x
     if spec is None:
-        return Operand(x.to(s.recipe.dtype or s.dtype))
+        return LayerOperand(x.to(s.recipe.dtype or s.dtype))
     if not isinstance(x, QTensor):
-        copies = quantised_copies(x, spec, True, columnwise, delayed=s.delayed("x"))
-        return _of_copies(stand_in(x), spec, *copies)
+        return _of_copies(x, quantised_copies(x, spec, True, columnwise, delayed=s.delayed("x")))
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
-        return Operand(x)
-    return _of_copies(stand_in(x), x.spec, x.rowwise, x.columnwise)
+        return LayerOperand(x)
+    return _of_copies(x, (x.rowwise, x.columnwise))
 
 
-def _weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
+def _weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
     """A weight [N, K] or the weights [groups, N, K]; `transposed`: also as dx takes them."""
     spec = s.recipe.weight
     if spec is None:
-        return Operand(w.to(s.recipe.dtype or s.dtype))
+        return LayerOperand(w.to(s.recipe.dtype or s.dtype))
     if isinstance(w, QTensor):
-        copies, spec = (w.rowwise, w.columnwise), w.spec
+        copies = w.rowwise, w.columnwise
     else:
         copies = quantised_copies(w, spec, True, transposed, delayed=s.delayed("weight"))
     if s.groups.ends is None:
-        return _of_copies(stand_in(w), spec, *copies)
-    row, col = (weight_codes(*copies, spec, w.shape[0], transpose) or PLAIN for transpose in (False, True))
-    return Operand(stand_in(w), row, col)
+        return _of_copies(w, copies)
+    row, col = (weight_codes(copies, w.shape[0], transpose) or PLAIN for transpose in (False, True))
+    return LayerOperand(stand_in(w), row, col)
 
 
 # ---- weights that are quantised once --------------------------------------------------------------------
 
-_Reused = dict[tuple[Any, ...], tuple[Tensor, int, Operand]]
+_Reused = dict[tuple[Any, ...], tuple[Tensor, int, LayerOperand]]
 _reused: ContextVar[_Reused | None] = ContextVar("weights that are quantized once", default=None)
 
 
@@ -159,7 +159,7 @@ def reuse_weights() -> Iterator[None]:
         _reused.reset(before)
 
 
-def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> Operand:
+def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
     cache = None if torch.compiler.is_compiling() or w.is_inference() else _reused.get()
     if cache is None:
         return _weights(w, s, transposed)
@@ -189,7 +189,9 @@ class Settings(NamedTuple):
         return None if self.scaling is None else self.scaling.operand(name)
 
 
-def rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpose: bool = False) -> Tensor:
+def rows_times(
+    x: LayerOperand, w: LayerOperand, bias: Tensor | None, s: Settings, transpose: bool = False
+) -> Tensor:
     """x w^T, or x w for `transpose`."""
     codes, result = w.col if transpose else w.row, plain_result(s.dtype)
     if s.groups.ends is None:
@@ -201,7 +203,7 @@ def rows_times(x: Operand, w: Operand, bias: Tensor | None, s: Settings, transpo
     return grouped_matmul_op(grouped).result.y
 
 
-def outer(dy: Operand, x: Operand, s: Settings, main: Tensor | None) -> Tensor | None:
+def outer(dy: LayerOperand, x: LayerOperand, s: Settings, main: Tensor | None) -> Tensor | None:
     """dy^T x, in the weight's dtype; or added to `main`, and then nothing."""
     result = plain_result(s.weight_dtype if main is None else main.dtype)
     if s.groups.ends is None:
@@ -241,9 +243,8 @@ class _Linear(torch.autograd.Function):
         ctx.main = _main_grad(w) if needs_w else None
         kept = [s.groups.ends, None if s.scaling is None else s.scaling.grad_scale]
         for operand, needed in ((left, needs_w), (right, needs_x)):
-            codes = operand.col
             plain = operand.plain if s.recipe.x is None or isinstance(operand.plain, QTensor) else None
-            kept += [plain, codes.data, codes.scale, codes.whole] if needed else [None] * 4
+            kept += [plain, *operand.col[:3]] if needed else [None] * 4
         ctx.save_for_backward(*kept)
         ctx.specs = left.col.format, right.col.format
         ctx.dtypes = x.dtype, w.dtype
@@ -258,10 +259,10 @@ class _Linear(torch.autograd.Function):
         s = s._replace(groups=s.groups._replace(ends=ends))
         operands = []
         for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.dtypes, ctx.specs, strict=True)):
-            plain, data, scale, whole = saved[4 * i : 4 * i + 4]
+            plain, data, scale, global_scale = saved[4 * i : 4 * i + 4]
             if plain is None:
                 plain = stand_in(dy, shape, dtype)
-            operands.append(Operand(plain, PLAIN, OperandCodes(data, scale, whole, spec)))
+            operands.append(LayerOperand(plain, PLAIN, Codes(data, scale, global_scale, spec)))
         x, w = operands
         grad = _gradient(dy, s, ctx.seed, needs_x, needs_w)
         dx = rows_times(grad, w, None, s, transpose=True) if needs_x else None
@@ -280,21 +281,21 @@ def _main_grad(w: Tensor) -> Tensor | None:
     return main
 
 
-def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> Operand:
+def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> LayerOperand:
     """dy in the numbers of the recipe, along N for dx and along the rows for dw."""
     spec = s.recipe.grad
     if spec is None:
-        return Operand(plain_gradient(dy).to(s.recipe.dtype or s.dtype))
+        return LayerOperand(plain_gradient(dy).to(s.recipe.dtype or s.dtype))
     if isinstance(dy, QTensor) and not torch.compiler.is_compiling():
         row, col = dy.rowwise, dy.columnwise
         complete = (row is not None or not needs_x) and (col is not None or not needs_w)
-        if complete and read_alike(dy.spec, spec) and not in_slots(dy.format, col, len(dy)):
-            return _of_copies(stand_in(dy), dy.spec, row, col)
+        if complete and read_alike(dy.spec, spec) and not in_slots(col, len(dy)):
+            return _of_copies(dy, (row, col))
     dy = plain_gradient(dy)
     copies = quantised_copies(
         dy, spec, needs_x, needs_w, seed, delayed=s.delayed("grad"), keep_nonfinite=True
     )
-    return _of_copies(stand_in(dy), spec, *copies)
+    return _of_copies(dy, copies)
 
 
 def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:

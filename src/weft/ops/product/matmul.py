@@ -28,13 +28,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...quant import Copy, Format, QTensor
-from ...quant.qtensor import register_codes, register_multiplier, stand_in
+from ...quant import PLAIN, Codes, Format, QTensor
+from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
+from ..common.quantized import register, register_codes
 from ..common.results import (
     allocate_result,
     plain_result,
@@ -45,7 +46,7 @@ from ..common.results import (
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..quantize import dequantize_codes
-from .arguments import PLAIN, MatmulArgs, OperandCodes, ProductOutputs, matmul_args
+from .arguments import MatmulArgs, ProductOutputs, matmul_args
 from .checks import formats_multiply, validate_matmul
 from .engines import Engine, check_engine
 from .launch import launch_matmul
@@ -54,14 +55,12 @@ from .operands import Precision, autocasted_pair
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def reference_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
-    """What an operand stands for."""
-    if codes.data is None or codes.scale is None or codes.format is None:
+def reference_numbers(x: Tensor, codes: Codes, dtype: torch.dtype, of_b: bool) -> Tensor:
+    """What an operand stands for. Rotated numbers stay so: their products need no undoing."""
+    if codes.data is None:
         return x.to(dtype)
-    rows, f = x.shape[-1] if of_b else x.shape[-2], Format.of(codes.format)
-    copy = Copy(codes.data, codes.scale, codes.whole)
-    # Rotated numbers stay so: their products need no undoing.
-    values = dequantize_copy(copy, f.stored, (rows, f.length(x.shape[-2 if of_b else -1])), dtype)
+    k, rows = x.shape[-2:] if of_b else (x.shape[-1], x.shape[-2])
+    values = dequantize_copy(codes, (rows, Format.of(codes.format).length(k)), dtype)
     return values.t() if of_b else values
 
 
@@ -80,17 +79,16 @@ def finish_reference(z: Tensor, bias: Tensor | None, activation: str | None, gat
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-def plain_numbers(x: Tensor, codes: OperandCodes, dtype: torch.dtype, of_b: bool) -> Tensor:
+def plain_numbers(x: Tensor, codes: Codes, dtype: torch.dtype, of_b: bool) -> Tensor:
     """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
     if isinstance(x, QTensor):  # kept by a graph that was traced with it
         found = codes_along_columns(x) if of_b else codes_along_rows(x)
         if found is None:
             return x.dequantize(dtype)
         codes = found
-    if codes.data is None or codes.scale is None or codes.format is None:
+    if codes.data is None:
         return x.to(dtype)
-    k = x.shape[-2 if of_b else -1]
-    values = dequantize_codes(Copy(codes.data, codes.scale, codes.whole), codes.format, k, dtype)
+    values = dequantize_codes(codes, x.shape[-2 if of_b else -1], dtype)
     return values.t() if of_b else values
 
 
@@ -171,47 +169,52 @@ EITHER_COPY = (
 )  # blocks whose two copies are transposes of each other: one serves both ways
 
 
-def codes_along_k(copy: Copy | None, other: Copy | None, spec: str) -> OperandCodes | None:
-    """Return the copy whose scales lie along K, which is a row-wise one in the format `spec`; or the other one,
-    transposed, if both have the same codes."""
-    if copy is not None:
-        return OperandCodes(*copy, spec)
-    if other is not None and Format.of(spec).block in EITHER_COPY:
-        return OperandCodes(other.data.t(), other.scale.t(), None, spec)
-    return None
+def codes_along_k(codes: Codes | None, other: Codes | None) -> Codes | None:
+    """Return the copy whose scales lie along K; or the other one, transposed, if both have the same codes."""
+    if codes is None and other is not None and Format.of(other.format).block in EITHER_COPY:
+        return other._replace(data=other.data.t(), scale=other.scale.t())
+    return codes
 
 
-def codes_along_rows(q: QTensor) -> OperandCodes | None:
+def codes_along_rows(q: QTensor) -> Codes | None:
     """Return the codes of q [rows, K] whose scales lie along K."""
     # A flat view still has the copies of the matrix that it is a view of.
-    whole = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] == q.numel()
-    return codes_along_k(q.rowwise if whole else None, q.columnwise, q.spec)
+    flat = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] != q.numel()
+    return codes_along_k(None if flat else q.rowwise, q.columnwise)
 
 
-def codes_along_columns(q: QTensor) -> OperandCodes | None:
+def codes_along_columns(q: QTensor) -> Codes | None:
     """Return the codes [N, K] of q [K, N] whose scales lie along K."""
-    return codes_along_k(q.columnwise, q.rowwise, q.format.transposed.spec)
+    return codes_along_k(q.columnwise, q.rowwise)
 
 
-register_codes(matmul_op, "a", "a_codes", codes_along_rows)
-register_codes(matmul_op, "b", "b_codes", codes_along_columns)
+register_codes(matmul_op, a=codes_along_rows, b=codes_along_columns)
 
 
-def _multiplied(a: QTensor, b: QTensor, bias: Tensor | None) -> Tensor | None:
-    """a @ b + bias of quantised matrices, or None if one lacks the copy that lies along K, or their formats do not
-    multiply each other."""
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Any:
+    """`torch.mm` of quantized matrices, plus bias. NotImplemented unless both are, in one dtype, each with a copy that
+    lies along K, in formats that multiply each other."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.dtype != b.dtype:
+        return NotImplemented
     left, right = codes_along_rows(a), codes_along_columns(b)
     if left is None or right is None or a.dtype not in FLOATS[:3]:
-        return None
+        return NotImplemented
     if not formats_multiply(a.dtype, left.format, b.dtype, right.format):
-        return None
+        return NotImplemented
     args = matmul_args(
         stand_in(a), stand_in(b), plain_result(a.dtype), a_codes=left, b_codes=right, bias=bias
     )
     return matmul_op(args).result.y
 
 
-register_multiplier(_multiplied)
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Any:
+    """`torch.addmm` as `torch.nn.functional.linear` calls it."""
+    plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
+    return _mm(a, b, bias) if plain and not factors else NotImplemented
+
+
+register(torch.ops.aten.mm.default, _mm)
+register(torch.ops.aten.addmm.default, _addmm)
 
 
 # ---- public function ------------------------------------------------------------------------------------
@@ -384,7 +387,7 @@ def _matrices(a: Tensor, b: Tensor, gated: bool) -> tuple[Tensor, Tensor, tuple[
     return left, right, (*batch, *middle, *last)
 
 
-def _apart(x: Tensor, name: str) -> tuple[Tensor, OperandCodes]:
+def _apart(x: Tensor, name: str) -> tuple[Tensor, Codes]:
     """An operand in the form that the op takes."""
     if not isinstance(x, QTensor):
         return x, PLAIN
