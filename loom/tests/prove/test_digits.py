@@ -228,6 +228,31 @@ def test_tiles_that_overlap_are_not_proven_apart() -> None:
 
 
 @triton.jit
+def strided(y_ptr, M, N: tl.constexpr, LESS: tl.constexpr, TILE: tl.constexpr):
+    """A program has every row that is as many rows after its last one as there are programs."""
+    lane = tl.arange(0, TILE)
+    for row in range(tl.program_id(0), M, tl.num_programs(0) - LESS):
+        at = row.to(tl.int64) * N + lane
+        tl.store(y_ptr + at, tl.full((TILE,), 1.0, tl.float32), mask=lane < N)
+
+
+def test_rows_that_programs_take_in_turns_are_apart() -> None:
+    """The number of programs is a digit of the loop's counter."""
+    rows, programs = symbol("M", 1, 2**31 - 1), symbol("programs", 2, 2**20)
+    verdicts = {}
+    for less in (0, 1):
+        report = prove(
+            strided,
+            grid=(programs,),
+            args={"y_ptr": Buffer("f32", rows * 515), "M": rows, "N": 515, "LESS": less, "TILE": 1024},
+            replay=False,
+        )
+        verdicts[less] = {answer.verdict for answer in report.of("race")}
+    assert verdicts[0] == {"proven"}
+    assert "proven" not in verdicts[1]
+
+
+@triton.jit
 def parted(y_ptr, rows, heads, group, parts, LESS: tl.constexpr, LANES: tl.constexpr = 16):
     """Parts of heads of rows, one after the other in one axis of the grid, to [parts, rows, heads]."""
     part, row_head = tl.program_id(0) % parts, tl.program_id(0) // parts

@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import triton
 import triton.language as tl
-from triton_loom.prove import Buffer, Contract, ContractError, Report, cdiv, prove, symbol
+from triton_loom.prove import Buffer, Contract, ContractError, Report, cdiv, prove, solver, symbol
 from triton_loom.prove.answers import from_json
+from triton_loom.prove.solver import z3
 
 n = symbol("n", 1, 2**31 - 1)
+
+
+@triton.jit
+def scatter(to_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.load(to_ptr + off, mask=off < n, other=0), 1.0, mask=off < n)
 
 
 @triton.jit
@@ -131,6 +138,30 @@ def test_a_limit_makes_unknowns() -> None:
     report = prove(double, flat(constants={"BLOCK": 1024}), effort=1)
     assert report.verdict == "unknown"
     assert all(answer.query for answer in report.unknowns)
+
+
+def test_z3_reads_the_queries_of_what_is_unknown() -> None:
+    """Also those about two programs, whose names had a character that SMT-LIB does not allow."""
+    to = Buffer("i32", n, values=lambda value, at: (value >= 0) & (value * value < n * n))
+    arguments = {"to_ptr": to, "y_ptr": Buffer("f32", n), "n": n}
+    contract = Contract.of(grid=(cdiv(n, 1024),), arguments=arguments, constants={"BLOCK": 1024})
+    report = prove(scatter, contract, effort=2, replay=False)
+    assert "race" in {answer.kind for answer in report.unknowns if answer.query}
+    for answer in report.unknowns:
+        assert not answer.query or z3.parse_smt2_string(answer.query)
+
+
+def test_what_is_not_decided_is_asked_again_from_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def lucky(facts: Any, goal: Any, effort: int, seed: int = 0) -> solver.Solution:
+        asked.append(seed)
+        return solver.Solution("proven" if seed == 2 else "unknown")
+
+    monkeypatch.setattr(solver, "ask", lucky)
+    assert solver.persist([], z3.BoolVal(True), {}, 7, (0, 1)).verdict == "unknown"
+    assert solver.persist([], z3.BoolVal(True), {}, 7, solver.SEEDS).verdict == "proven"
+    assert asked == [0, 1, 0, 1, 2]
 
 
 def test_contracts_that_say_too_little() -> None:

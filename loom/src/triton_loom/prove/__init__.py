@@ -59,9 +59,9 @@ def prove(
         x = Buffer("f32", n)
         prove(kernel, grid=(cdiv(n, 64),), args={"x_ptr": x, "y_ptr": x, "n": n, "BLOCK": 64}, outputs=("y_ptr",))
 
-    `effort` limits what the solver does for one question, in z3's own units: more of it may turn an unknown into an
-    answer, and the same of it gives the same answers on any machine. With `replay`, counterexamples are launched under
-    the sanitizer. What is proven is launched with `trials` random sizes of the contract, 20 with `replay` and else none
+    `effort` limits what the solver does for one question, in z3's own units, so that a slow machine proves as much as a
+    fast one: more of it may turn an unknown into an answer. With `replay`, counterexamples are launched under the
+    sanitizer. What is proven is launched with `trials` random sizes of the contract, 20 with `replay` and else none
     if nothing is said: `UnsoundProof` is raised if the sanitizer finds there what was proven not to be.
     """
     from .certificate import certified

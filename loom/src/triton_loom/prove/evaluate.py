@@ -49,6 +49,7 @@ class Evaluator(Shapes):
         self.lanes: dict[str, tuple[Any, int]] = {}
         self.stored: set[str | None] = set()  # storages that the kernel writes; None: it may be any
         self.memo: dict[tuple[Any, ...], tuple[Any, Dependencies]] = {}
+        self.counters: list[tuple[Int, Int]] = []  # names of counters of loops, and what they are
         self._doing: set[tuple[Any, ...]] = set()
         self._depth = 0  # of evaluations apart
         self._seen: list[Dependencies] = [{}]
@@ -385,6 +386,7 @@ class Evaluator(Shapes):
         else:  # a product has a name of its own, of which most queries need no more than its range
             counter = self.scope.fresh("counter", home=home)
             self.scope.know(counter == lower + count * step, because="the counter of a loop")
+            self.counters.append((counter, lower + count * step))
         return Loop(op, count, counter, lower, upper, step)
 
     def _block_argument(self, value: Value, index: Index) -> Any:

@@ -19,7 +19,7 @@ from .nested import inside
 from .obligations import Obligation, Question, question
 from .races import Pair, Second, races, twice
 from .scope import conjunction
-from .solver import QUICK, THOROUGH, Lemmas, Solution, ask, decide, z3
+from .solver import QUICK, SEEDS, THOROUGH, Lemmas, Solution, ask, decide, persist, z3
 from .writers import Sizes, sizes_of
 
 
@@ -67,19 +67,22 @@ class Prover:
         ]
         return sizes_of(self.evaluator, known)
 
-    def solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
+    def solve(self, facts: Sequence[Bool], goal: Bool, seeds: Sequence[int] = (0,)) -> Solution:
         """With lemmas where they are needed. Many obligations are the same question, which is asked once."""
         if z3.is_true(z3.simplify(goal)):
             return Solution("proven")
-        key = goal.get_id(), *sorted({fact.get_id() for fact in facts})
+        key = len(seeds), goal.get_id(), *sorted({fact.get_id() for fact in facts})
         if key not in self._solved:
-            self._solved[key] = self._solve(facts, goal), (facts, goal)  # ids are those of what is alive
+            self._solved[key] = (
+                self._solve(facts, goal, seeds),
+                (facts, goal),
+            )  # ids are those of what is alive
         return self._solved[key][0]
 
-    def _solve(self, facts: Sequence[Bool], goal: Bool) -> Solution:
+    def _solve(self, facts: Sequence[Bool], goal: Bool, seeds: Sequence[int]) -> Solution:
         lemmas = self._lemmas(facts, goal)
         both = {"both": lambda: [lemma for make in lemmas.values() for lemma in make()]}
-        return decide(facts, goal, lemmas | both, self.effort)
+        return persist(facts, goal, lemmas | both, self.effort, seeds)
 
     def _lemmas(self, facts: Sequence[Bool], goal: Bool) -> dict[str, Lemmas]:
         divisions = list(self.evaluator.scope.divisions.values())
@@ -131,7 +134,7 @@ class Prover:
                 return Answer(o.kind, o.what, o.place, "proven", solution.how)
         if o.within is not None and self.inside(facts, o):
             return Answer(o.kind, o.what, o.place, "proven", "digits")
-        solution = self.solve(facts, o.goal)
+        solution = self.solve(facts, o.goal, SEEDS)
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
         guessed = self.guessed(o.assuming, o.goal)
@@ -219,7 +222,17 @@ class Prover:
             for number, size in zip(both, self.evaluator.grid, strict=True)
         ]
         known += [*below(grid, divisions), *natural(d.a for d in divisions)]
-        return same([*facts, *known], pair.offsets, programs, pair.twins, self.linear)
+        known = [*facts, *known]
+        if same(known, pair.offsets, programs, pair.twins, self.linear):
+            return True
+        # Rows from one number of programs to the next: the number is a digit of the counter, whose name hides it.
+        spelled = pair.offsets
+        for counter in reversed(self.evaluator.counters):
+            name, meaning = (z3.substitute(e, *pair.twins) for e in counter)
+            spelled = tuple(z3.substitute(offset, counter, (name, meaning)) for offset in spelled)
+        if all(one.eq(other) for one, other in zip(spelled, pair.offsets, strict=True)):
+            return False
+        return same(known, spelled, programs, pair.twins, self.linear)
 
     def meetings(self) -> list[Answer]:
         """Whether programs race, and whether outputs are written once."""

@@ -46,7 +46,7 @@ class Second:
         shared = {part.get_id() for d in scope.divisions.values() for part in (d.quotient, d.remainder)}
         own = [constant for identity, constant in scope.made.items() if identity not in shared]
         self.local = scope.bound([*lanes, *own] if same_program else [*evaluator.programs, *lanes, *own], ())
-        self.twins = [(c, z3.Const(f"{c}'", c.sort())) for c in self.local.values()]
+        self.twins = [(c, z3.Const(f"{c}~", c.sort())) for c in self.local.values()]
         self.divisions = [
             Division(*map(self.prime, (d.a, d.b, d.quotient, d.remainder))) for d in scope.divisions.values()
         ]

@@ -51,7 +51,8 @@ class Scope:
     def fresh(self, name: str, *, sort: Any = None, home: Any = None) -> Any:
         """A new constant, an integer unless another sort is given."""
         self._count += 1
-        constant = z3.Const(f"{name}!{self._count}", z3.IntSort() if sort is None else sort)
+        first = "v" if name[:1].isdigit() else ""  # a name of TTIR may be a number, of SMT-LIB not
+        constant = z3.Const(f"{first}{name}!{self._count}", z3.IntSort() if sort is None else sort)
         self.made[constant.get_id()] = constant
         self.homes[constant.get_id()] = home
         return constant

@@ -1,8 +1,9 @@
 """z3, and how it is asked. All of `prove` imports it from here, so that one sentence says what is missing.
 
-A question is whether facts imply a goal. How long z3 thinks is limited by what it does, not by time: the answer is the
-same on any machine. Each question is asked in a context of its own, because what z3 was asked before would change how
-it goes about the next one.
+A question is whether facts imply a goal. How long z3 thinks is limited by what it does, not by time, so that a slow
+machine proves as much as a fast one. Each question is asked in a context of its own, because what z3 was asked before
+would change how it goes about the next one. Even so the same text may take z3 twice the effort in another process: a
+question near the limit is decided in one run and not in the next. `persist` asks again, from other seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 QUICK, THOROUGH = 1_500_000, 12_000_000  # of z3's resource limit: tenths of a second, seconds
+SEEDS = 0, 1, 2  # from which a question is asked that must be decided, one after the other
 Verdict = Literal["proven", "counterexample", "unknown"]
 
 
@@ -39,9 +41,11 @@ class Solution:
         return bool(z3.is_true(found)) if z3.is_bool(found) else int(found.as_long())
 
 
-def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK) -> Solution:
+def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK, seed: int = 0) -> Solution:
     """Whether the facts imply the goal."""
     solver = _solver(facts, effort)
+    if seed:
+        solver.set("random_seed", seed)
     solver.add(z3.Not(goal.translate(solver.ctx)))
     return _checked(solver)
 
@@ -107,19 +111,45 @@ class Search:
 Lemmas = Callable[[], Sequence[Any]]
 
 
-def decide(facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: int = THOROUGH) -> Solution:
+def decide(
+    facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: int = THOROUGH, seed: int = 0
+) -> Solution:
     """The same with help: what is unknown without lemmas is asked again with each of these groups of them."""
-    solution = ask(facts, goal, min(QUICK, effort))
+    solution = ask(facts, goal, min(QUICK, effort), seed)
     for how, make in lemmas.items():
         if solution.verdict != "unknown":
             return solution
-        found = ask([*facts, *make()], goal, effort)
+        found = ask([*facts, *make()], goal, effort, seed)
         if found.verdict != "unknown":
             solution = Solution(found.verdict, how, found.model)
     if solution.verdict == "unknown" and effort > QUICK:
-        again = ask(facts, goal, effort)
+        again = ask(facts, goal, effort, seed)
         solution = again if again.verdict != "unknown" else solution
     return solution
 
 
-__all__ = ["QUICK", "THOROUGH", "Lemmas", "Search", "Solution", "Verdict", "ask", "decide", "z3"]
+def persist(
+    facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: int, seeds: Iterable[int]
+) -> Solution:
+    """The same from one seed after another, until it is decided."""
+    solution = Solution("unknown")
+    for seed in seeds:
+        solution = decide(facts, goal, lemmas, effort, seed)
+        if solution.verdict != "unknown":
+            break
+    return solution
+
+
+__all__ = [
+    "QUICK",
+    "SEEDS",
+    "THOROUGH",
+    "Lemmas",
+    "Search",
+    "Solution",
+    "Verdict",
+    "ask",
+    "decide",
+    "persist",
+    "z3",
+]

@@ -8,7 +8,7 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.into} has {name} {report[name]}, this run {value}: the answers do not go together"
             )
     begin = time.perf_counter()
-    chosen = workloads(args)
-    told = _prove(chosen, args)
+    told = _prove([str(workload) for workload in workloads(args)], args)
+    if before:
+        told = _again(before, told, args)
     made = {
         "report": "weft prove",
         "schema": SCHEMA,
@@ -113,37 +114,56 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
     return [workload for op in args.op or catalogue for workload in by_kernels(op, args.target)]
 
 
-def _prove(chosen: Sequence[Workload], args: argparse.Namespace) -> list[dict[str, Any]]:
+def _prove(names: Sequence[str], args: argparse.Namespace, effort: int = 1) -> list[dict[str, Any]]:
     """A record for each workload, in their order."""
     told: dict[str, dict[str, Any]] = {}
-    with Steps(len(chosen), "reading kernels") as steps:
-        for each in _records([str(workload) for workload in chosen], args):
+    with Steps(len(names), "reading kernels") as steps:
+        for each in _records(names, args, effort):
             told[each["workload"]] = each
             steps.say(f"{each['workload']}: {each['verdict']}")
             steps.advance()
-    return [told[str(workload)] for workload in chosen]
+    return [told[name] for name in names]
 
 
-def _records(names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a record for each workload, as they are done. The work is done in processes that can be ended at any time,
-    also if it is one workload: a solver does not stop for Ctrl-C."""
-    # A process that was forked would share the solver's state with its parent.
-    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+def _again(
+    before: dict[str, Any], told: list[dict[str, Any]], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The records, those that have lost something made again with more effort: a question near the solver's limit is
+    decided in one run and not in the next."""
+    asked = {"target": args.target, "regions": args.regions}
+    names = [each["workload"] for each in told if any(lost(before, {**before, **asked, "workloads": [each]}))]
+    found = {each["workload"]: each for each in _prove(names, args, effort=4)} if names else {}
+    return [found.get(each["workload"], each) for each in told]
+
+
+def _records(names: Sequence[str], args: argparse.Namespace, effort: int) -> Iterator[dict[str, Any]]:
+    """Yield a record for each workload, as they are done. Each is proven in a process of its own: what a solver was
+    asked before may change what it answers at its limit, and it does not stop for Ctrl-C."""
+    with ThreadPoolExecutor(args.workers) as pool:
         try:
             with deaf_children():
-                doing = [pool.submit(prove_workload, name, args.target, args.regions) for name in names]
+                doing = [pool.submit(_prove_apart, name, args.target, args.regions, effort) for name in names]
             yield from (done.result() for done in as_completed(doing))
         except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
             kill_children()  # leaving the pool would wait for them
             raise
 
 
-def prove_workload(name: str, target: str, regions: int) -> dict[str, Any]:
-    """All that is found out about a workload, for JSON."""
-    from ..symbolic.proofs import proven
+def _prove_apart(*args: Any) -> dict[str, Any]:
+    """`prove_workload` in a new process, forked from one that has imported all and asked nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["weft.lab.symbolic.proofs"])
+    with ProcessPoolExecutor(1, context) as process:
+        return process.submit(prove_workload, *args).result()
+
+
+def prove_workload(name: str, target: str, regions: int, effort: int = 1) -> dict[str, Any]:
+    """All that is found out about a workload, for JSON, with so many times the usual effort."""
+    from ..symbolic.proofs import EFFORT, proven
 
     workload = next(w for w in WORKLOADS if str(w) == name)
-    return record(workload, proven(workload, target, regions=regions))
+    return record(workload, proven(workload, target, regions=regions, effort=effort * EFFORT))
 
 
 # ---- what is told ---------------------------------------------------------------------------------------
@@ -205,7 +225,7 @@ def _worst(verdicts: Sequence[str]) -> str:
 
 def _place(place: str) -> str:
     """A line of the package."""
-    root = f"{Path(__file__).parents[1]}/"
+    root = f"{Path(__file__).parents[2]}/"
     return place.removeprefix(root)
 
 

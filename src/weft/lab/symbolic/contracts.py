@@ -312,7 +312,9 @@ def without_extremes(
     parts = [*launched.grid, *launched.integers.values()]
     parts += [e for p in pointers for e in (*p.shape, *p.stride, p.offset)]
     facts, found = [*_domain(sizes), *region.conditions], {}
-    for extreme in {e for part in parts if not isinstance(part, int) for e in part.atoms(torch_sympy.Max)}:
+    extremes = {e for part in parts if not isinstance(part, int) for e in part.atoms(torch_sympy.Max)}
+    # In an order that is the same in every process: the solver's terms are ordered by when they were made.
+    for extreme in sorted(extremes, key=str):
         rest = [e for e in extreme.args if e != 1]
         if len(rest) == 1 and ask(facts, _z3(translate(rest[0])) >= 1).verdict == "proven":
             found[extreme] = rest[0]
