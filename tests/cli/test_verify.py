@@ -33,7 +33,7 @@ BREAK = """
 import sys
 from triton_loom.testing import mutant
 from weft.cli import main
-from weft.ops.quantize import _dequantize_kernel as kernel
+from weft.ops.quantize.kernels import dequantize_kernel as kernel
 
 kernel.fn = mutant(kernel.fn, "values.to(out_ptr", "(2 * values).to(out_ptr")
 raise SystemExit(main(sys.argv[1:]))

@@ -23,7 +23,10 @@ BACKENDS = ("auto", "reference")
 
 
 # The modules, whose names in `weft.ops` are those of functions.
-QUANTIZE, NORM = importlib.import_module("weft.ops.quantize"), importlib.import_module("weft.ops.norm.launch")
+QUANTIZE, NORM = (
+    importlib.import_module("weft.ops.quantize.launch"),
+    importlib.import_module("weft.ops.norm.launch"),
+)
 
 
 def rounded_up(n: int, multiple: int) -> int:

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.quant.checks import (
-    BACKENDS,
-    assert_quantized,
-    assert_same,
-    check,
-    decoded,
-    expected,
-    rounded_up,
-)
+from tests.quant.checks import BACKENDS, assert_quantized, assert_same, check, decoded, expected, rounded_up
 from weft import Format
 
 

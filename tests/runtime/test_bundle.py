@@ -123,7 +123,7 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_another_processor_and_damage_are_noticed(made: Path, tmp_path: Path) -> None:
     x = torch.empty(2, 128, device="meta")
     (variant,) = aot.variants_of([lambda: weft.quantize(x, "1x128")], "cpu")
-    from weft.ops.quantize import _quantize_rows_kernel as kernel
+    from weft.ops.quantize.kernels import quantize_rows_kernel as kernel
 
     cpu = triton_target("cpu")
     assert bundles.Bundle.open(made).find(kernel.fn, variant, cpu) is not None
@@ -144,7 +144,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["--workload", str(for_op("dequantize")[0]), "--out", str(out)]
     assert main(["aot", "build", "--target", "cpu", *arguments]) == 0
     assert main(["aot", "inspect", str(out)]) == 0
-    assert capsys.readouterr().out.count("_dequantize_kernel") == 2
+    assert capsys.readouterr().out.count("dequantize_kernel") == 2
     assert main(["aot", "build", "--target", "cpu", "--op", "nothing", "--out", str(out)]) == 2
     assert main(["aot", "build", "--target", "cpu", "--workload", "nothing", "--out", str(out)]) == 2
 
@@ -163,7 +163,7 @@ def test_forked_processes_share_a_bundle(made: Path) -> None:
     """Each reads for itself: no position in the file is shared."""
     x = torch.empty(2, 128, device="meta")
     (variant,) = aot.variants_of([lambda: weft.quantize(x, "1x128")], "cpu")
-    from weft.ops.quantize import _quantize_rows_kernel as kernel
+    from weft.ops.quantize.kernels import quantize_rows_kernel as kernel
 
     opened, cpu = bundles.Bundle.open(made), triton_target("cpu")
     children = []

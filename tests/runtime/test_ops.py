@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft.ops.common.results import Result, ResultOptions
-from weft.ops.quantize import QuantizeArgs, QuantizeOutputs
+from weft.ops.quantize.arguments import QuantizeArgs, QuantizeOutputs
 from weft.runtime import Backward, Fields, Gradients, Maybe, MaybeStr, Nothing, Op, Written, catalogue
 
 

@@ -27,16 +27,7 @@ import weft
 from tests.runtime.offline_kernels import Rows, Scaled, struct_kernel
 from tests.support import IMPORTED
 from weft.language import tl
-from weft.runtime import (
-    Capabilities,
-    Kernel,
-    Launch,
-    kernel,
-    launch,
-    launch_device,
-    observing,
-    recording,
-)
+from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, observing, recording
 from weft.runtime.launch import recorded_by
 from weft.runtime.variant import triton_target
 
@@ -418,7 +409,7 @@ def test_no_jit_says_what_a_user_needs_and_no_more() -> None:
         assert launched.name in said
         assert "weft aot build --target cpu" in said
         assert "constexpr" not in said
-    launched, variant = variants["_quantize_rows_kernel"]
+    launched, variant = variants["quantize_rows_kernel"]
     assert "--target cpu --op quantize --op dequantize --out FILE" in launched._missing(variant, target, None)
 
 
@@ -656,7 +647,7 @@ def test_recording_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             weft.quantize(torch.empty(8, 64, device="meta"), "mx")
         weft.layer_norm(torch.empty(8, 64, device="meta"))
     assert [v.kernel for v in outer] == ["norm_kernel", "norm_kernel"]
-    assert [v.kernel for v in inner] == ["_quantize_rows_kernel"]
+    assert [v.kernel for v in inner] == ["quantize_rows_kernel"]
     assert not launch.is_recording()
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops import Recipe, experts
 from ..ops.common.activations import Act
-from ..ops.moe.route import Routing
+from ..ops.moe.route.route import Routing
 
 
 def needs(package: str, versions: str, error: ImportError) -> ImportError:

@@ -14,26 +14,27 @@ from .heads.layout import Heads
 from .heads.norm import HeadNorm
 from .heads.qkv import qkv_prepare
 from .heads.rope import rope
-from .loss.cross_entropy import cross_entropy
+from .loss.cross_entropy.cross_entropy import cross_entropy
 from .loss.linear_cross_entropy import linear_cross_entropy
-from .loss.linear_logprobs import LogProbs, linear_logprobs
+from .loss.linear_logprobs.linear_logprobs import LogProbs, linear_logprobs
 from .loss.reduction import CrossEntropy
 from .loss.sharding import VocabShard
 from .moe.experts import experts
-from .moe.permute import permute, unpermute
-from .moe.route import CONVENTIONS, Convention, Routing, route
-from .moe.router_linear import router_linear
-from .moe.row_map import RowMap, row_map
+from .moe.permute.permute import permute, unpermute
+from .moe.route.route import CONVENTIONS, Convention, Routing, route
+from .moe.router_linear.router_linear import router_linear
+from .moe.row_map.arguments import RowMap
+from .moe.row_map.row_map import row_map
 from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
-from .norm.gated import gated_norm
+from .norm.gated.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
 from .product.delayed import DelayedScaling
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
 from .product.matmul import matmul
 from .product.recipes import Recipe
-from .quantize import dequantize, dequantize_codes, quantize
+from .quantize.quantize import dequantize, dequantize_codes, quantize
 
 connect(Ops(dequantize_codes, run))
 

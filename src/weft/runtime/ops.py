@@ -47,7 +47,7 @@ _library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-
 
 
 class Nothing(NamedTuple):
-    """The outputs of an op that returns nothing and writes to its arguments."""
+    """The outputs of an op that only writes to its arguments, or what an op keeps whose gradients need nothing."""
 
 
 class Backward(NamedTuple):

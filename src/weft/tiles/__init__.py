@@ -14,14 +14,7 @@ from .numbers import (
     pack_pairs,
     unpack_pairs,
 )
-from .quantize import (
-    block_scale,
-    quantize_columns,
-    quantize_rows,
-    quantize_squares,
-    repeat_rows,
-    round_to,
-)
+from .quantize import block_scale, quantize_columns, quantize_rows, quantize_squares, repeat_rows, round_to
 from .reduce import amax, larger, merge_moments
 from .scales import at_least, at_most, fp32_scale, given_scale, nvfp4_global, reciprocal, scaled
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/loss/cross_entropy_kernels.py"
+FILE = "ops/loss/cross_entropy/kernels.py"
 SOFTMAX = "tiles/softmax.py"
 T = "ops/loss/test_cross_entropy.py::"
 

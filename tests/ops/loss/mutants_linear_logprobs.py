@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/loss/linear_logprobs_kernels.py"
+FILE = "ops/loss/linear_logprobs/kernels.py"
 T = "ops/loss/test_linear_logprobs.py::"
 
 PLAIN = f"{T}test_logprobs_entropy_and_lse[dtype0]"  # two tiles of tokens, three of columns, a bias, a temperature

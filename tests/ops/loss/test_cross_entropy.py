@@ -22,7 +22,7 @@ from weft.lab.families import Call
 from weft.lab.families.cross_entropy import cross_entropy_truth
 from weft.lab.truth import Near, arguments, near
 from weft.ops import CrossEntropy
-from weft.ops.loss.cross_entropy import CrossEntropyArgs, CrossEntropyBackwardArgs
+from weft.ops.loss.cross_entropy.arguments import CrossEntropyArgs, CrossEntropyBackwardArgs
 from weft.ops.loss.reduction import LossOptions
 from weft.ops.loss.statistics import Softmax, Wanted
 from weft.runtime import choosing_for, recording

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from weft.lab.families import Call
 from weft.lab.families.linear_logprobs import head_truth
 from weft.lab.truth import arguments, near
 from weft.ops.common.rows import scan_config
+from weft.ops.loss.linear_logprobs import launch
+from weft.ops.loss.linear_logprobs.arguments import LinearLogprobsArgs
+from weft.ops.loss.statistics import Softmax, Wanted
 from weft.runtime import Capabilities, choosing_for
-
-head = importlib.import_module("weft.ops.loss.linear_logprobs")
 
 
 def problem(
@@ -337,7 +337,7 @@ def test_many_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the workspace is, dweight and dbias have the same bits, and dhidden the same error."""
     given = problem(40, 48, 700) | {"bias": torch.randn(700).bfloat16()}
     wanted, _ = run(Call(weft.linear_logprobs, given))
-    monkeypatch.setattr(head, "CPU_BUDGET", 1)
+    monkeypatch.setattr(launch, "CPU_BUDGET", 1)
     got = check(Call(weft.linear_logprobs, given))
     for name in ("y", "dweight", "dbias"):
         assert_same({name: got[name]}, {name: wanted[name]}, name)
@@ -357,7 +357,7 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
             return made
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(head, "CPU_BUDGET", 1 << 20)
+            patch.setattr(launch, "CPU_BUDGET", 1 << 20)
             patch.setattr(torch, "empty", counted)
             run(Call(weft.linear_logprobs, given))
         sizes.remove(given["weight"].numel() * 2)  # dweight
@@ -368,7 +368,9 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
 def test_forward_moves_nothing_the_size_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, with the launches of an H100: operands, and some numbers of each token. Bytes are linear in the tokens
     and in the vocabulary: no term has their product."""
-    monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, target: (2, -(-vocab // tile // 2) * tile))
+    monkeypatch.setattr(
+        launch, "_span", lambda vocab, tiles, tile, target: (2, -(-vocab // tile // 2) * tile)
+    )
 
     def moved(rows: int, vocab: int) -> int:
         given = problem(rows, 64, vocab)
@@ -473,8 +475,8 @@ def test_compiled_is_eager() -> None:
 def test_opcheck() -> None:
     given = problem(6, 16, 40)
     leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
-    softmax, wanted = head.Softmax(0, 40, -100, None, 1.0), head.Wanted(True, False, False)
-    args = head.LinearLogprobsArgs(*leaves, None, given["target"], None, None, softmax, wanted, None)
+    softmax, wanted = Softmax(0, 40, -100, None, 1.0), Wanted(True, False, False)
+    args = LinearLogprobsArgs(*leaves, None, given["target"], None, None, softmax, wanted, None)
     op = weft.catalogue["linear_logprobs"]
     torch.library.opcheck(
         op.overload, op.arguments.flatten(args), test_utils=("test_schema", "test_faketensor")
@@ -555,7 +557,7 @@ def test_an_ignored_column() -> None:
 
 def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """One split, of many tiles of the vocabulary."""
-    monkeypatch.setattr(head, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
+    monkeypatch.setattr(launch, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
     given = problem(10, 24, 600)
     check(Call(weft.linear_logprobs, given))
     check(Call(weft.linear_logprobs, given | ALL))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE, MAP = "ops/moe/permute_kernels.py", "ops/moe/row_map.py"
+FILE, MAP = "ops/moe/permute/kernels.py", "ops/moe/row_map/kernels.py"
 P, C = "ops/moe/test_permute.py::", "catalogue/test_workloads.py::"
 
 
@@ -45,52 +45,52 @@ WRITTEN, WRITTEN_MASK = (f"{P}test_every_index_is_written[{dense}]" for dense in
 DROPPED = f"{P}test_rows_that_do_not_fit_are_dropped"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
-    "_compact_kernel": [
-        ("experts from 1", f"{MAP}:_compact_kernel", "tl.broadcast_to(expert[None, :]", "tl.broadcast_to(expert[None, :] + 1", (MASK,)),
-        ("slots from the last tile alone", f"{MAP}:_compact_kernel", "found += tl.sum(chosen, axis=1)", "found = tl.sum(chosen, axis=1)", (MASK_TILES,)),
-        ("slots counted without the tiles before", f"{MAP}:_compact_kernel", "found[:, None] + tl.cumsum", "tl.cumsum", (MASK_TILES,)),
-        ("the first tile alone", f"{MAP}:_compact_kernel", "range(0, experts, TILE)", "range(0, TILE, TILE)", (MASK_TILES,)),
-        ("slots without an expert not marked", f"{MAP}:_compact_kernel", "tl.full((ROWS, TILE), -1, tl.int32)", "tl.full((ROWS, TILE), 0, tl.int32)", (MASK_SLOTS,)),
-        ("one slot too few", f"{MAP}:_compact_kernel", "(slot < slots)\n", "(slot < slots - 1)\n", (MASK,)),
-        ("one mark too few", f"{MAP}:_compact_kernel", "(slot < slots)[None, :]", "(slot < slots - 1)[None, :]", (WRITTEN_MASK,)),
-        ("marks over experts", f"{MAP}:_compact_kernel", "slot[None, :] >= found[:, None]", "slot[None, :] + 1 >= found[:, None]", (MASK,)),
-        ("the wrong token's mask", f"{MAP}:_compact_kernel", "mask_ptr + (token * experts)", "mask_ptr + (token // 2 * experts)", (MASK,)),
-        ("without the last expert", f"{MAP}:_compact_kernel", "(expert < experts)", "(expert < experts - 1)", (MASK,)),
-        ("descending", f"{MAP}:_compact_kernel", "chosen = (chosen != 0).to(tl.int32)", "chosen = (chosen == 0).to(tl.int32)", (MASK,)),
-        ("tokens of the first program alone", f"{MAP}:_compact_kernel", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0).to(tl.int64) * 0", (MASK,)),
+    "compact_kernel": [
+        ("experts from 1", f"{MAP}:compact_kernel", "tl.broadcast_to(expert[None, :]", "tl.broadcast_to(expert[None, :] + 1", (MASK,)),
+        ("slots from the last tile alone", f"{MAP}:compact_kernel", "found += tl.sum(chosen, axis=1)", "found = tl.sum(chosen, axis=1)", (MASK_TILES,)),
+        ("slots counted without the tiles before", f"{MAP}:compact_kernel", "found[:, None] + tl.cumsum", "tl.cumsum", (MASK_TILES,)),
+        ("the first tile alone", f"{MAP}:compact_kernel", "range(0, experts, TILE)", "range(0, TILE, TILE)", (MASK_TILES,)),
+        ("slots without an expert not marked", f"{MAP}:compact_kernel", "tl.full((ROWS, TILE), -1, tl.int32)", "tl.full((ROWS, TILE), 0, tl.int32)", (MASK_SLOTS,)),
+        ("one slot too few", f"{MAP}:compact_kernel", "(slot < slots)\n", "(slot < slots - 1)\n", (MASK,)),
+        ("one mark too few", f"{MAP}:compact_kernel", "(slot < slots)[None, :]", "(slot < slots - 1)[None, :]", (WRITTEN_MASK,)),
+        ("marks over experts", f"{MAP}:compact_kernel", "slot[None, :] >= found[:, None]", "slot[None, :] + 1 >= found[:, None]", (MASK,)),
+        ("the wrong token's mask", f"{MAP}:compact_kernel", "mask_ptr + (token * experts)", "mask_ptr + (token // 2 * experts)", (MASK,)),
+        ("without the last expert", f"{MAP}:compact_kernel", "(expert < experts)", "(expert < experts - 1)", (MASK,)),
+        ("descending", f"{MAP}:compact_kernel", "chosen = (chosen != 0).to(tl.int32)", "chosen = (chosen == 0).to(tl.int32)", (MASK,)),
+        ("tokens of the first program alone", f"{MAP}:compact_kernel", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0).to(tl.int64) * 0", (MASK,)),
     ],
-    "_count_kernel": [
-        ("counts of the last block alone", f"{MAP}:_count_kernel", "counts += tl.histogram", "counts = tl.histogram", (f"{P}test_linghe_rows_are_enough",)),
-        ("slots without an expert counted", f"{MAP}:_count_kernel", "BINS, mask=inside)", "BINS, mask=expert < start + BINS)", (ODD,)),
-        ("the first bins alone", f"{MAP}:_count_kernel", "range(0, experts, BINS)", "range(0, BINS, BINS)", (EXPERTS,)),
-        ("bins not shifted", f"{MAP}:_count_kernel", "expert - start, 0)", "tl.minimum(expert, BINS - 1), 0)", (EXPERTS,)),
-        ("rows of slot 0, not pads", f"{MAP}:_count_kernel", "tl.full((BLOCK,), -1, tl.int32)", "tl.full((BLOCK,), 0, tl.int32)", (ODD,)),
-        ("a program's last row not a pad", f"{MAP}:_count_kernel", "(lane < program_rows)", "(lane < program_rows - 1)", (WRITTEN,)),
-        ("the last row not a pad", f"{MAP}:_count_kernel", "(row < rows)", "(row < rows - 1)", (WRITTEN,)),
-        ("rows of the first program alone", f"{MAP}:_count_kernel", "program.to(tl.int64) * program_rows", "program.to(tl.int64) * 0", (WRITTEN,)),
-        ("slots of the first program alone", f"{MAP}:_count_kernel", "program.to(tl.int64) * program_slots", "program.to(tl.int64) * 0", (FIRST, MANY)),
-        ("the last expert not counted", f"{MAP}:_count_kernel", "mask=bin < experts", "mask=bin < experts - 1", (MANY,)),
-        ("a slot too few", f"{MAP}:_count_kernel", "lane < program_slots, count, 0)", "lane < program_slots - 1, count, 0)", (FIRST,)),
+    "count_kernel": [
+        ("counts of the last block alone", f"{MAP}:count_kernel", "counts += tl.histogram", "counts = tl.histogram", (f"{P}test_linghe_rows_are_enough",)),
+        ("slots without an expert counted", f"{MAP}:count_kernel", "BINS, mask=inside)", "BINS, mask=expert < start + BINS)", (ODD,)),
+        ("the first bins alone", f"{MAP}:count_kernel", "range(0, experts, BINS)", "range(0, BINS, BINS)", (EXPERTS,)),
+        ("bins not shifted", f"{MAP}:count_kernel", "expert - start, 0)", "tl.minimum(expert, BINS - 1), 0)", (EXPERTS,)),
+        ("rows of slot 0, not pads", f"{MAP}:count_kernel", "tl.full((BLOCK,), -1, tl.int32)", "tl.full((BLOCK,), 0, tl.int32)", (ODD,)),
+        ("a program's last row not a pad", f"{MAP}:count_kernel", "(lane < program_rows)", "(lane < program_rows - 1)", (WRITTEN,)),
+        ("the last row not a pad", f"{MAP}:count_kernel", "(row < rows)", "(row < rows - 1)", (WRITTEN,)),
+        ("rows of the first program alone", f"{MAP}:count_kernel", "program.to(tl.int64) * program_rows", "program.to(tl.int64) * 0", (WRITTEN,)),
+        ("slots of the first program alone", f"{MAP}:count_kernel", "program.to(tl.int64) * program_slots", "program.to(tl.int64) * 0", (FIRST, MANY)),
+        ("the last expert not counted", f"{MAP}:count_kernel", "mask=bin < experts", "mask=bin < experts - 1", (MANY,)),
+        ("a slot too few", f"{MAP}:count_kernel", "lane < program_slots, count, 0)", "lane < program_slots - 1, count, 0)", (FIRST,)),
         ("any number an expert", f"{MAP}:_expert_of", "(expert >= 0) & (expert < experts)", "(expert >= 0)", (ODD,)),
         ("experts from their low 32 bits", f"{MAP}:_expert_of", "tl.where((expert >= 0) & (expert < experts), expert, -1).to(tl.int32)", "tl.where((expert.to(tl.int32) >= 0) & (expert.to(tl.int32) < experts), expert.to(tl.int32), -1)", (ODD,)),
     ],
-    "_place_kernel": [
-        ("no pads", f"{MAP}:_place_kernel", "(total + align - 1) // align * align", "total", (MANY,)),
-        ("a pad too many where none is needed", f"{MAP}:_place_kernel", "(total + align - 1)", "(total + align)", (f"{P}test_row_map[last]", MANY)),
-        ("not after the programs before", f"{MAP}:_place_kernel", "end - padded + before", "end - padded", (FIRST,)),
-        ("from the end of the region", f"{MAP}:_place_kernel", "end - padded + before", "end - total + before", (MANY,)),
-        ("regions of the bins before forgotten", f"{MAP}:_place_kernel", "begin + tl.cumsum", "tl.cumsum", (EXPERTS,)),
-        ("unstable within a block", f"{MAP}:_place_kernel", "lane[None, :] < lane[:, None], 1", "lane[None, :] > lane[:, None], 1", (ODD,)),
-        ("counts of the first programs alone", f"{MAP}:_place_kernel", "total += tl.sum", "total = tl.sum", (f"{P}test_linghe_rows_are_enough_on_a_gpu",)),
-        ("own counts among those before", f"{MAP}:_place_kernel", "(other < program)", "(other <= program)", (MANY,)),
-        ("rows past the end", f"{MAP}:_place_kernel", "(expert >= 0) & (row < rows)", "(expert >= 0) & (row < rows - 1)", (NESTED, DROPPED)),
-        ("regions past the end", f"{MAP}:_place_kernel", "tl.minimum(end, rows)", "end", (NESTED, DROPPED)),
-        ("beginnings for ends", f"{MAP}:_place_kernel", "tl.minimum(end, rows)", "tl.minimum(end - padded, rows)", (MANY,)),
-        ("padded counts", f"{MAP}:_place_kernel", "tl.store(total_ptr + bin, total", "tl.store(total_ptr + bin, padded", (MANY,)),
-        ("the next row not kept", f"{MAP}:_place_kernel", "row + 1, mask=", "row, mask=", (FIRST,)),
-        ("the next row by any slot of the expert", f"{MAP}:_place_kernel", "(same < 65536)", "(same >= 0) & ((same & 0xFFFF) == 0)", (FIRST,)),
-        ("a slot without a row at row 0", f"{MAP}:_place_kernel", "tl.where(fits, row, -1)", "tl.where(fits, row, 0)", (ODD,)),
-        ("slots within the block", f"{MAP}:_place_kernel", "slot.to(tl.int32)", "(first + lane).to(tl.int32)", (FIRST,)),
+    "place_kernel": [
+        ("no pads", f"{MAP}:place_kernel", "(total + align - 1) // align * align", "total", (MANY,)),
+        ("a pad too many where none is needed", f"{MAP}:place_kernel", "(total + align - 1)", "(total + align)", (f"{P}test_row_map[last]", MANY)),
+        ("not after the programs before", f"{MAP}:place_kernel", "end - padded + before", "end - padded", (FIRST,)),
+        ("from the end of the region", f"{MAP}:place_kernel", "end - padded + before", "end - total + before", (MANY,)),
+        ("regions of the bins before forgotten", f"{MAP}:place_kernel", "begin + tl.cumsum", "tl.cumsum", (EXPERTS,)),
+        ("unstable within a block", f"{MAP}:place_kernel", "lane[None, :] < lane[:, None], 1", "lane[None, :] > lane[:, None], 1", (ODD,)),
+        ("counts of the first programs alone", f"{MAP}:place_kernel", "total += tl.sum", "total = tl.sum", (f"{P}test_linghe_rows_are_enough_on_a_gpu",)),
+        ("own counts among those before", f"{MAP}:place_kernel", "(other < program)", "(other <= program)", (MANY,)),
+        ("rows past the end", f"{MAP}:place_kernel", "(expert >= 0) & (row < rows)", "(expert >= 0) & (row < rows - 1)", (NESTED, DROPPED)),
+        ("regions past the end", f"{MAP}:place_kernel", "tl.minimum(end, rows)", "end", (NESTED, DROPPED)),
+        ("beginnings for ends", f"{MAP}:place_kernel", "tl.minimum(end, rows)", "tl.minimum(end - padded, rows)", (MANY,)),
+        ("padded counts", f"{MAP}:place_kernel", "tl.store(total_ptr + bin, total", "tl.store(total_ptr + bin, padded", (MANY,)),
+        ("the next row not kept", f"{MAP}:place_kernel", "row + 1, mask=", "row, mask=", (FIRST,)),
+        ("the next row by any slot of the expert", f"{MAP}:place_kernel", "(same < 65536)", "(same >= 0) & ((same & 0xFFFF) == 0)", (FIRST,)),
+        ("a slot without a row at row 0", f"{MAP}:place_kernel", "tl.where(fits, row, -1)", "tl.where(fits, row, 0)", (ODD,)),
+        ("slots within the block", f"{MAP}:place_kernel", "slot.to(tl.int32)", "(first + lane).to(tl.int32)", (FIRST,)),
     ],
     "permute_kernel": [
         ("the last slot not written", "_store_to_slots", "for slot in range(tokens.slots):", "for slot in range(tokens.slots - 1):", (PERMUTE,)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/moe/route_kernels.py"
+FILE = "ops/moe/route/kernels.py"
 R = "ops/moe/test_route.py::"
 
 SIZES, SMALL, SIZES_GPU = (

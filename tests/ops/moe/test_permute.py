@@ -25,14 +25,8 @@ from weft.lab.families import Call, for_op
 from weft.lab.families.permute import permute_truth, row_map_truth, unpermute_truth
 from weft.lab.truth import near
 from weft.ops.common.results import plain_result
-from weft.ops.moe.permute import (
-    PermuteArgs,
-    UnpermuteArgs,
-    UnpermuteBackwardArgs,
-    UnpermuteNeeds,
-    permute_op,
-    unpermute_op,
-)
+from weft.ops.moe.permute.arguments import PermuteArgs, UnpermuteArgs, UnpermuteBackwardArgs, UnpermuteNeeds
+from weft.ops.moe.permute.permute import permute_op, unpermute_op
 from weft.quant import PLAIN, Codes
 from weft.runtime import choosing_for, recording
 
@@ -230,7 +224,7 @@ def test_every_index_is_written(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_row_map_takes_two_launches() -> None:
     with recording("sm_90") as seen:
         weft.row_map(torch.empty(8192, 8, dtype=torch.int64, device="meta"), 256, align=16)
-    assert [variant.kernel for variant in seen] == ["_count_kernel", "_place_kernel"]
+    assert [variant.kernel for variant in seen] == ["count_kernel", "place_kernel"]
 
 
 def test_linghe_rows_are_enough() -> None:

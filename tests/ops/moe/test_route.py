@@ -20,7 +20,7 @@ from weft.lab.calls import assert_same
 from weft.lab.families.route import Rule, route_truth, scores_truth
 from weft.lab.truth import Near
 from weft.ops import CONVENTIONS, Routing
-from weft.ops.moe.route import Groups, RouteArgs, RouteBackwardArgs, Weighing
+from weft.ops.moe.route.arguments import Groups, RouteArgs, RouteBackwardArgs, Weighing
 from weft.runtime import choosing_for, recording
 
 # ---- the peers, in plain PyTorch, with the lowest index first among equals ----------------------------------

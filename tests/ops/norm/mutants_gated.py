@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE, LAUNCH = "ops/norm/gated_kernels.py", "ops/norm/gated.py"
+FILE, LAUNCH = "ops/norm/gated/kernels.py", "ops/norm/gated/launch.py"
 G = "ops/norm/test_gated.py::"
 
 SMALL, ODD, ODD_GPU, PIECES, WIDE_GPU, PIECES_GPU = (
@@ -110,6 +110,6 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("dy where the gate lies", "gated_norm_backward_kernel", "dy_off = _row_offset(row, second, third, dy_first_stride, dy_second_stride, dy_third_stride", "dy_off = _row_offset(row, second, third, gate_first_stride, gate_second_stride, gate_third_stride", (FAR, f"{G}test_layouts")),
         ("tokens of the next program", "gated_norm_backward_kernel", "last = tl.minimum(first + program_tokens, tokens)", "last = tl.minimum(first + program_tokens + 1, tokens)", (ODD_GPU, ODD)),
         ("t * z of the last piece", "gated_norm_backward_kernel", "tz += tl.sum", "tz = tl.sum", (PIECES,)),
-        ("a tile of tokens less", f"{LAUNCH}:GatedNormBackwardOp.launch", "parts = -(-tokens // program_tokens)", "parts = max(1, tokens // program_tokens)", (ODD_GPU, ROWS)),
+        ("a tile of tokens less", f"{LAUNCH}:launch_gated_norm_backward", "parts = -(-tokens // program_tokens)", "parts = max(1, tokens // program_tokens)", (ODD_GPU, ROWS)),
     ],
 }  # fmt: skip

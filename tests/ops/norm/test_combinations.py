@@ -17,7 +17,7 @@ from weft.lab.families import Call
 from weft.lab.families.norm import norm_truth
 from weft.ops.common.results import ResultOptions
 from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
-from weft.ops.quantize import DequantizeArgs, QuantizeArgs
+from weft.ops.quantize.arguments import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for
 
 # ---- every option with both copies --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton_loom.testing import assert_not_worse, words
+from weft.ops.norm.gated.gated.gated import gated_norm_backward_op
 
 import weft
 from tests.catalogue.calls import arguments_of, compiled_variants, opcheck
@@ -22,7 +23,7 @@ from weft.lab.copies import assert_copies
 from weft.lab.families import Call
 from weft.lab.families.gated_norm import gated_norm_truth
 from weft.lab.truth import near
-from weft.ops.norm.gated import GatedNormBackwardArgs, GatedNormNeeds, gated_norm_backward_op
+from weft.ops.norm.gated.arguments import GatedNormBackwardArgs, GatedNormNeeds
 from weft.runtime import choosing_for, recording
 
 BF16 = torch.bfloat16
@@ -494,7 +495,7 @@ def test_launches() -> None:
         ({"quantize": "1x128", "columnwise": True}, [norm, stripe]),
         ({"quantize": "nvfp4"}, [norm, "_tensor_scale_kernel", norm]),
         ({"quantize": "row", "groups": 1}, [norm]),
-        ({"quantize": "row"}, [norm, "_quantize_rows_kernel"]),
+        ({"quantize": "row"}, [norm, "quantize_rows_kernel"]),
     ]
     for options, kernels in expected:
         with recording("sm_90") as variants:

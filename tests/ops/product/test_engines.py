@@ -16,13 +16,7 @@ from weft.lab.families.product import grouped_matmul_truth, matmul_truth
 from weft.lab.truth import near
 from weft.ops.common.groups import Groups
 from weft.ops.common.results import Result, plain_result
-from weft.ops.product.arguments import (
-    GroupedArgs,
-    MatmulArgs,
-    ProductOutputs,
-    grouped_args,
-    matmul_args,
-)
+from weft.ops.product.arguments import GroupedArgs, MatmulArgs, ProductOutputs, grouped_args, matmul_args
 from weft.ops.product.engines import (
     TABLE,
     by_table,

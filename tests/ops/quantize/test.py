@@ -14,7 +14,7 @@ import weft
 from tests.catalogue.calls import opcheck
 from tests.support.covering import covering
 from weft.ops.common.results import ResultOptions
-from weft.ops.quantize import DequantizeArgs, QuantizeArgs
+from weft.ops.quantize.arguments import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for, recording
 
 

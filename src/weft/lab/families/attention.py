@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...ops.attention.arguments import AttentionBackwardArgs, AttentionNeeds, Mask, Packed
 from ...ops.attention.attention import attention
-from ...ops.quantize import quantize
+from ...ops.quantize.quantize import quantize
 from ...quant import QTensor
 from ...runtime import catalogue, recording
 from ..chain import Chain, chain, tensors_of

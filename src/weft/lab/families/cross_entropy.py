@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import cross_entropy
-from ...ops.loss.cross_entropy import CrossEntropyArgs, cross_entropy_op
+from ...ops.loss.cross_entropy.arguments import CrossEntropyArgs
+from ...ops.loss.cross_entropy.cross_entropy import cross_entropy_op
 from ...ops.loss.reduction import LossOptions
 from ...ops.loss.statistics import Softmax, Wanted
 from ..chain import Chain, chain, tensors_of

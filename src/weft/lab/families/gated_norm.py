@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import gated_norm
-from ...ops.norm.gated import GatedNormNeeds
+from ...ops.norm.gated.arguments import GatedNormNeeds
 from ..chain import EPS, chain
 from ..family import Family
 from ..problem import Call, Inputs, Size, Workload, run_op

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from ...ops import linear_cross_entropy, linear_logprobs
-from ...ops.loss.linear_logprobs import (
+from ...ops.loss.linear_logprobs.arguments import (
     HeadGradients,
     HeadNeeds,
     LinearBackwardArgs,
     LinearLogprobsArgs,
-    linear_logprobs_backward_op,
-    linear_logprobs_op,
 )
+from ...ops.loss.linear_logprobs.linear_logprobs import linear_logprobs_backward_op, linear_logprobs_op
 from ...ops.loss.statistics import Softmax, Wanted, softmax_of
 from ..family import Family, Moved, Width
 from ..problem import Call, Inputs, Workload

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops import RowMap, permute, quantize, row_map, unpermute
-from ...ops.moe.permute import UnpermuteNeeds
+from ...ops.moe.permute.arguments import UnpermuteNeeds
 from ...quant import PLAIN, QTensor
 from ...quant.straight import take_apart
 from ..chain import Chain

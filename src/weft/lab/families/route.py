@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops import route
-from ...ops.moe.route import Weighing
+from ...ops.moe.route.arguments import Weighing
 from ..family import Family
 from ..problem import Call, Inputs, Size, Workload, run_op
 from ..symbolic.loaded import Loaded

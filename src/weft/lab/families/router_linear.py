@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import router_linear
-from ...ops.moe.router_linear import RouterLinearNeeds
+from ...ops.moe.router_linear.arguments import RouterLinearNeeds
 from ..chain import chain
 from ..family import Family, Moved, Width
 from ..problem import Call, Inputs, Workload, run_op
@@ -184,10 +184,10 @@ FAMILY = Family(
     },
     # Products write another tile than they read.
     moved={
-        "_router_linear_kernel": Moved({"x_ptr"}, set()),
-        "_router_linear_dx_kernel": Moved({"dy_ptr"}, set()),
-        "_router_linear_dweight_kernel": Moved({"x_ptr", "dy_ptr"}, set()),
+        "router_linear_kernel": Moved({"x_ptr"}, set()),
+        "router_linear_dx_kernel": Moved({"dy_ptr"}, set()),
+        "router_linear_dweight_kernel": Moved({"x_ptr", "dy_ptr"}, set()),
     },
     # A lane of AMD's matrix units holds four neighbors of a result: 64 bits of bf16.
-    widths={"_router_linear_dx_kernel": Width("gfx", 64)},
+    widths={"router_linear_dx_kernel": Width("gfx", 64)},
 )

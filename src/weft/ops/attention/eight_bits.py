@@ -17,7 +17,7 @@ from ...quant.straight import take_apart
 from ...runtime import capabilities_of
 from ..common.results import plain_result
 from ..heads.layout import LAYOUTS
-from ..quantize import quantize
+from ..quantize.quantize import quantize
 from .arguments import AttentionArgs, AttentionOutputs, EightBits, Mask, Packed, element_of, starts_as_read
 
 # By the convention of torchao a row with NaN or Inf has a scale that is not finite, so that its scores are NaN, as they

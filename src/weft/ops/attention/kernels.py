@@ -37,16 +37,7 @@ from .pieces import (
     times_columns,
     zeros,
 )
-from .sequences import (
-    Band,
-    Lengths,
-    keys_seen,
-    or_nan,
-    queries_seeing,
-    sees,
-    sequence_at,
-    sequence_of,
-)
+from .sequences import Band, Lengths, keys_seen, or_nan, queries_seeing, sees, sequence_at, sequence_of
 
 COLUMNS = tl.constexpr(VALUE_COLUMNS)
 

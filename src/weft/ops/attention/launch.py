@@ -16,7 +16,7 @@ from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
 from ..heads.cache import E4M3
 from ..heads.layout import LAYOUTS, NO_STRIDES, Place, Strides, with_neighbours
-from ..quantize import quantize_into
+from ..quantize.launch import quantize_into
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,

@@ -6,13 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..common.groups import (
-    Groups,
-)
-from ..common.results import (
-    Result,
-    ResultOptions,
-)
+from ..common.groups import Groups
+from ..common.results import Result, ResultOptions
 
 
 class GatedUnit(NamedTuple):

@@ -35,20 +35,10 @@ import torch
 from torch import Tensor
 
 from ...quant import Format, QTensor
-from ...runtime import (
-    LATER,
-    Backward,
-    Gradients,
-    Op,
-    Sharding,
-    is_distributed,
-)
+from ...runtime import LATER, Backward, Gradients, Op, Sharding, is_distributed
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, real, whole
-from ..common.groups import (
-    NO_GROUPS,
-    Groups,
-)
+from ..common.groups import NO_GROUPS, Groups
 from ..common.results import (
     Result,
     ResultOptions,

@@ -6,21 +6,10 @@ import torch
 from torch import Tensor
 
 from ..common.activations import activation_reference
-from ..common.groups import (
-    group_of_reference,
-    real_rows_reference,
-)
-from ..common.results import (
-    result_reference,
-)
+from ..common.groups import group_of_reference, real_rows_reference
+from ..common.results import result_reference
 from ..common.rows import compute_dtype, count_rows
-from .arguments import (
-    NO_RESULT,
-    GluArgs,
-    GluBackwardArgs,
-    GluBackwardOutputs,
-    GluOutputs,
-)
+from .arguments import NO_RESULT, GluArgs, GluBackwardArgs, GluBackwardOutputs, GluOutputs
 
 
 def _parts(a: GluArgs | GluBackwardArgs) -> tuple[Tensor, Tensor | None]:

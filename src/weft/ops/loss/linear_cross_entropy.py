@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
-from .linear_logprobs import Head, localize_head
+from .linear_logprobs.linear_logprobs import Head, localize_head
 from .reduction import CrossEntropy, check_class_weight, loss_options, reduced_loss
 from .sharding import VocabShard
 from .statistics import Wanted

@@ -28,10 +28,10 @@ from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
 from ..glu.glu import Layout, glu, glu_backward_op
 from ..product.linear import apply_linear, quantised_copies
 from ..product.recipes import Recipe
-from ..quantize import dequantize_codes
-from .permute import permute, unpermute
-from .route import Routing
-from .row_map import row_map
+from ..quantize.quantize import dequantize_codes
+from .permute.permute import permute, unpermute
+from .route.route import Routing
+from .row_map.row_map import row_map
 
 _KEPT = Format.of("1x128").spec  # in which backward keeps the input of the gated unit
 

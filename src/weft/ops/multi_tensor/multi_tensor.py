@@ -28,16 +28,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import (
-    Capabilities,
-    Launch,
-    Nothing,
-    Op,
-    Written,
-    capabilities_of,
-    choice,
-    is_distributed,
-)
+from ...runtime import Capabilities, Launch, Nothing, Op, Written, capabilities_of, choice, is_distributed
 from ..common.checks import real
 from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
 from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel

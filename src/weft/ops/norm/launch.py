@@ -11,10 +11,7 @@ from torch import Tensor
 from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
-from ..common.results import (
-    allocate_result,
-    make_copies,
-)
+from ..common.results import allocate_result, make_copies
 from ..common.rows import (
     align_of,
     contiguous,

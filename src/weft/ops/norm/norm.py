@@ -31,13 +31,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import (
-    Backward,
-    Gradients,
-    Op,
-    Sharding,
-    is_distributed,
-)
+from ...runtime import Backward, Gradients, Op, Sharding, is_distributed
 from ..common.checks import (
     FLOATS,
     check_input,
@@ -48,10 +42,7 @@ from ..common.checks import (
     real,
     unexpected,
 )
-from ..common.results import (
-    result_into,
-    result_options,
-)
+from ..common.results import result_into, result_options
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormNeeds, NormOutputs
 from .launch import allocate_norm, allocate_norm_backward, launch_norm, launch_norm_backward, present
 from .reference import norm_backward_reference, norm_reference

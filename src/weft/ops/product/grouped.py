@@ -32,7 +32,7 @@ from ..common.quantized import register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
-from ..moe.row_map import RowMap
+from ..moe.row_map.arguments import RowMap
 from .arguments import GroupedArgs, ProductOutputs, WgradArgs, wgrad_args
 from .checks import has_slots, validate_grouped, validate_wgrad
 from .engines import Engine, check_grouped_engine

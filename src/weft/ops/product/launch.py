@@ -15,7 +15,7 @@ from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.groups import NO_ENDS, GroupEnds
 from ..common.results import Result, ResultOptions
 from ..common.rows import align_of
-from ..quantize import quantize_into
+from ..quantize.launch import quantize_into
 from .arguments import GroupedArgs, MatmulArgs, ProductOutputs, WgradArgs
 from .checks import has_slots
 from .configs import FEW, product_config, spans_of

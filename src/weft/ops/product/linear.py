@@ -30,7 +30,8 @@ from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
-from ..quantize import QuantizeArgs, quantize_op
+from ..quantize.arguments import QuantizeArgs
+from ..quantize.quantize import quantize_op
 from .arguments import grouped_args, matmul_args, wgrad_args
 from .delayed import Delayed, DelayedScaling
 from .grouped import (

@@ -36,16 +36,10 @@ from ...runtime import Backward, Gradients, Op
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
 from ..common.quantized import register, register_codes
-from ..common.results import (
-    allocate_result,
-    plain_result,
-    result_into,
-    result_options,
-    result_reference,
-)
+from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
-from ..quantize import dequantize_codes
+from ..quantize.quantize import dequantize_codes
 from .arguments import MatmulArgs, ProductOutputs, matmul_args
 from .checks import formats_multiply, validate_matmul
 from .engines import Engine, check_engine

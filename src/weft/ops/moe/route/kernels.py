@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...language import tl, triton
-from ...runtime import kernel
-from ...tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
+from ....language import tl, triton
+from ....runtime import kernel
+from ....tiles.scores import LEAST, NOTHING, TAKEN, best_of, key_of, number_of, sigmoid, softmax, softplus
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

@@ -7,11 +7,11 @@ up depends on where the row begins in memory, and with it the last bit of its ls
 
 from typing import Any, NamedTuple
 
-from ...language import tl, triton
-from ...runtime import kernel
-from ...tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
-from ..common.rows import load_tile, row_offset
-from .statistics import CAPPED, FEW, PLAIN, Scaling
+from ....language import tl, triton
+from ....runtime import kernel
+from ....tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
+from ...common.rows import load_tile, row_offset
+from ..statistics import CAPPED, FEW, PLAIN, Scaling
 
 
 @triton.jit

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...language import tl, triton
-from ...runtime import kernel
-from ...tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
-from ..common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe, tensor_factor
-from ..common.results import FP32_MAX
-from ..common.rows import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
-from ..common.sums import add_to
+from ....language import tl, triton
+from ....runtime import kernel
+from ....tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
+from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe, tensor_factor
+from ...common.results import FP32_MAX
+from ...common.rows import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
+from ...common.sums import add_to
 
 
 class Rows(NamedTuple):

@@ -32,32 +32,27 @@ added up in order: every run gives the same bits.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime import (
-    Backward,
-    Capabilities,
-    Gradients,
-    Launch,
-    Op,
-    Sharding,
-    capabilities_of,
-    choice,
-    summed,
+from ....runtime import Backward, Gradients, Op, Sharding, summed
+from ...common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
+from ...common.rows import compute_dtype
+from .arguments import (
+    SCORES,
+    Groups,
+    RouteArgs,
+    RouteBackwardArgs,
+    RouteGradients,
+    RouteOutputs,
+    Score,
+    Weighing,
 )
-from ..common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
-from ..common.rows import align_of, compute_dtype, contiguous, count_rows, flat_rows, one_stride
-from ..common.sums import SumConfig
-from .route_kernels import route_backward_kernel, route_kernel, route_totals_kernel
-
-Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-TINY = 1e-20  # added to the sum that the balance loss divides by
+from .launch import launch_route, launch_route_backward
+from .reference import route_backward_reference, route_reference
 
 
 @dataclass(frozen=True)
@@ -126,147 +121,6 @@ class Routing(NamedTuple):
     scores: Tensor | None = None
 
 
-# ---- arguments and outputs ------------------------------------------------------------------------------
-
-
-class Weighing(NamedTuple):
-    """How the weights of the chosen experts come from the logits."""
-
-    score: str
-    post_softmax: bool
-    renormalize: bool
-    eps: float
-    scale: float
-
-
-class Groups(NamedTuple):
-    """Which groups of experts a token chooses from."""
-
-    number: int
-    topk: int  # how many groups are chosen from
-    best: int  # how many of a group's best experts make up its score
-    masked_is_zero: bool  # experts of the other groups count as 0, not as minus infinity
-
-
-class RouteArgs(NamedTuple):
-    logits: Tensor  # [..., E]
-    bias: Tensor | None  # [E]
-    k: int
-    weighing: Weighing
-    groups: Groups
-    weight_dtype: torch.dtype
-    index_dtype: torch.dtype
-    scores: bool  # those of all experts are wanted
-    balance: bool  # score_sums and score_counts are wanted
-    z: bool
-
-
-class RouteOutputs(NamedTuple):
-    weights: Tensor  # [..., k]
-    indices: Tensor  # [..., k]
-    counts: Tensor  # int32 [E]
-    scores: Tensor | None  # fp32 [..., E]
-    score_sums: Tensor | None  # fp32 [E]
-    score_counts: Tensor | None  # int32 [E]
-    z: Tensor | None  # fp32, the sum over tokens of l^2
-
-
-class RouteBackwardArgs(NamedTuple):
-    logits: Tensor
-    indices: Tensor
-    dweights: Tensor | None
-    dscores: Tensor | None
-    dscore_sums: Tensor | None
-    dz: Tensor | None
-    weighing: Weighing
-
-
-class RouteGradients(NamedTuple):
-    logits: Tensor
-
-
-# ---- reference ------------------------------------------------------------------------------------------
-
-
-def _scores(x: Tensor, score: str) -> Tensor:
-    if score == "softmax":
-        return torch.softmax(x, -1)
-    if score == "sigmoid":
-        return torch.sigmoid(x)
-    return torch.logaddexp(x, torch.zeros_like(x)).sqrt()
-
-
-def _best(choice: Tensor, k: int) -> Tensor:
-    """Indices of the k largest along the last dimension, the lowest first among equals."""
-    return torch.sort(choice, dim=-1, descending=True, stable=True).indices[..., :k]
-
-
-def _count(indices: Tensor, experts: int) -> Tensor:
-    counts = torch.zeros(experts, dtype=torch.int32, device=indices.device)
-    flat = indices.flatten()
-    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-
-
-def _shares(s: Tensor, score: str) -> Tensor:
-    """P in the balance loss."""
-    return s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
-
-
-def _chosen_scores(x: Tensor, s: Tensor, chosen: Tensor, how: Weighing) -> Tensor:
-    return torch.softmax(x.gather(1, chosen), -1) if how.post_softmax else s.gather(1, chosen)
-
-
-# ---- launch ---------------------------------------------------------------------------------------------
-
-
-class RouteConfig(NamedTuple):
-    """How rows are cut: `rows` of them at a time, in `groups` tiles of `tile` experts."""
-
-    rows: int
-    groups: int
-    tile: int
-    num_warps: int
-
-
-@choice("route", rows=(1, 1024), num_warps=(1, 16))
-def route_config(kernel: str, groups: int, group_size: int, target: Capabilities) -> RouteConfig:
-    """For a kernel: "forward" or "backward"."""
-    group_tiles = 1 << max(groups - 1, 0).bit_length()
-    tile = max(1 << max(group_size - 1, 0).bit_length(), 64 // group_tiles, 1)
-    width = group_tiles * tile
-    if target.is_cpu:
-        return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
-    # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
-    lanes = target.warp_size
-    num_warps = min(16, max(1, width // (16 * lanes)))
-    return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
-
-
-CPU_NUMBERS = 1024
-
-
-@choice("route.totals", rows=(1, 128), tile=(16, 1024), num_warps=(1, 16))
-def totals_config(experts: int, target: Capabilities) -> SumConfig:
-    return SumConfig(1, 256, 4) if target.is_cpu else SumConfig(32, 32, 4)
-
-
-@functools.lru_cache(maxsize=1024)
-def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: int, align: int) -> Launch:
-    return Launch.of(
-        route_kernel,
-        num_warps=config.num_warps,
-        SCORE=SCORES.index(how.score),
-        POST=how.post_softmax,
-        RENORMALIZE=how.renormalize,
-        MASKED_IS_ZERO=masked_is_zero,
-        ROWS=config.rows,
-        GROUPS=config.groups,
-        TILE=config.tile,
-        K=1 << (k - 1).bit_length(),
-        ALIGN=align,
-    )
-
-
 # ---- registration ---------------------------------------------------------------------------------------
 
 
@@ -290,67 +144,10 @@ class RouteBackwardOp(Op[RouteBackwardArgs, RouteGradients], name="route_backwar
         return RouteGradients(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
     def launch(self, o: RouteGradients, a: RouteBackwardArgs) -> None:
-        how = a.weighing
-        logits, indices = flat_rows(a.logits), a.indices.contiguous()
-        dweights, dweights_stride = one_stride(a.dweights)
-        dscores, dscores_stride = one_stride(a.dscores)
-        rows, experts = logits.shape
-        stride = logits.stride(0)
-        config = route_config("backward", 1, experts, capabilities_of(logits.device))
-        launch = Launch.of(
-            route_backward_kernel,
-            num_warps=config.num_warps,
-            SCORE=SCORES.index(how.score),
-            POST=how.post_softmax,
-            RENORMALIZE=how.renormalize,
-            ROWS=config.rows,
-            TILE=config.tile,
-            ALIGN=align_of(experts, stride, dscores_stride, least=4),
-        )
-        launch(
-            (-(-rows // config.rows), 1, 1),
-            (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
-            (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
-            (how.eps, how.scale),
-        )
+        launch_route_backward(o, a)
 
     def reference(self, a: RouteBackwardArgs) -> RouteGradients:
-        """The definition; a gradient that is None counts as zero."""
-        logits, how = a.logits, a.weighing
-        experts, rows = logits.shape[-1], count_rows(logits)
-        x = logits.reshape(rows, experts).to(compute_dtype(logits))
-        chosen = a.indices.reshape(rows, a.indices.shape[-1]).long()
-        s = _scores(x, how.score)
-        ds = torch.zeros_like(s)
-        dx = torch.zeros_like(s)
-        if a.dweights is not None:
-            g = a.dweights.reshape(chosen.shape).to(x.dtype) * how.scale
-            w = _chosen_scores(x, s, chosen, how)
-            if how.post_softmax:
-                dx.scatter_(1, chosen, w * (g - (w * g).sum(-1, keepdim=True)))
-            else:
-                if how.renormalize:
-                    total = w.sum(-1, keepdim=True) + how.eps
-                    g = (g - (g * w).sum(-1, keepdim=True) / total) / total
-                ds.scatter_(1, chosen, g)
-        if a.dscores is not None:
-            ds = ds + a.dscores.reshape(s.shape).to(x.dtype)
-        if a.dscore_sums is not None:
-            c = a.dscore_sums.to(x.dtype)
-            if how.score == "softmax":
-                ds = ds + c
-            else:
-                total = s.sum(-1, keepdim=True) + TINY
-                ds = ds + (c - (c * s).sum(-1, keepdim=True) / total) / total
-        if how.score == "softmax":
-            dx = dx + s * (ds - (s * ds).sum(-1, keepdim=True))
-        elif how.score == "sigmoid":
-            dx = ds * s * torch.sigmoid(-x)
-        else:
-            dx = ds * torch.where(s > 0, torch.sigmoid(x) / (2 * s), 0.0)
-        if a.dz is not None:
-            dx = dx + a.dz.to(x.dtype) * 2 * torch.logsumexp(x, -1, keepdim=True) * torch.softmax(x, -1)
-        return RouteGradients(dx.to(logits.dtype).view(logits.shape))
+        return route_backward_reference(a)
 
 
 route_backward_op = RouteBackwardOp()
@@ -380,70 +177,10 @@ class RouteOp(
         return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
 
     def launch(self, o: RouteOutputs, a: RouteArgs) -> None:
-        how, groups = a.weighing, a.groups
-        target = capabilities_of(a.logits.device)
-        logits = flat_rows(a.logits)
-        rows, experts = logits.shape
-        stride, group_size = logits.stride(0), experts // groups.number
-        config = route_config("forward", groups.number, group_size, target)
-        # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
-        # which waits for the one before.
-        programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
-        program_rows = -(-rows // programs)
-        program_rows = -(-program_rows // config.rows) * config.rows
-        programs = -(-rows // program_rows)
-        totals: tuple[Tensor | None, ...] = (o.counts, o.score_sums, o.score_counts, o.z)
-        partials = totals
-        if programs > 1:
-            partials = tuple(
-                None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
-                for t in totals
-            )
-        align = align_of(group_size, stride, least=4)
-        _route_launch(how, groups.masked_is_zero, config, a.k, align)(
-            (programs, 1, 1),
-            (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
-            (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
-            (how.eps, how.scale),
-        )
-        if programs > 1:
-            piece, tile, num_warps = totals_config(experts, target)
-            launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
-            launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))
+        launch_route(o, a)
 
     def reference(self, a: RouteArgs) -> RouteOutputs:
-        """The definition."""
-        logits, k, how, groups = a.logits, a.k, a.weighing, a.groups
-        experts, rows = logits.shape[-1], count_rows(logits)
-        x = logits.reshape(rows, experts).to(compute_dtype(logits))
-        s = _scores(x, how.score)
-        value = choice = x if how.post_softmax else s
-        if a.bias is not None:
-            choice = choice + a.bias.to(x.dtype)
-        if groups.number > 1:
-            by_group = choice.view(rows, groups.number, experts // groups.number)
-            best = by_group.sort(dim=-1, descending=True).values[..., : groups.best]
-            worth = best[..., 0]
-            for i in range(1, groups.best):
-                worth = worth + best[..., i]
-            allowed = torch.zeros(rows, groups.number, dtype=torch.bool, device=x.device)
-            allowed.scatter_(1, _best(worth, groups.topk), True)
-            by_group = by_group.masked_fill(~allowed[..., None], 0.0 if groups.masked_is_zero else -torch.inf)
-            choice = by_group.view(rows, experts)
-        indices = _best(choice, k)
-        weights = _chosen_scores(x, s, indices, how)
-        if how.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + how.eps)
-        lead = logits.shape[:-1]
-        return RouteOutputs(
-            (weights * how.scale).to(a.weight_dtype).view(*lead, k),
-            indices.to(a.index_dtype).view(*lead, k),
-            _count(indices, experts),
-            s.view(logits.shape) if a.scores else None,
-            _shares(s, how.score).sum(0) if a.balance else None,
-            _count(_best(value, k), experts) if a.balance else None,
-            torch.logsumexp(x, -1).square().sum() if a.z else None,
-        )
+        return route_reference(a)
 
     def keep(self, a: RouteArgs, o: RouteOutputs) -> RouteBackwardArgs:
         return RouteBackwardArgs(a.logits, o.indices, None, None, None, None, a.weighing)

@@ -3,11 +3,11 @@ backward."""
 
 from typing import Any, NamedTuple
 
-from ...language import tl, triton
-from ...runtime import kernel
-from ...tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
-from ...tiles.split import dot_fp32
-from .statistics import CAPPED, FEW, PLAIN, Scaling
+from ....language import tl, triton
+from ....runtime import kernel
+from ....tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
+from ....tiles.split import dot_fp32
+from ..statistics import CAPPED, FEW, PLAIN, Scaling
 
 
 @triton.jit

@@ -1,0 +1,233 @@
+"""The launches of cross entropy, its statistics and its backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ...common.rows import align_of, contiguous, row_strides, scan_config
+from ..reduction import LossOptions
+from ..statistics import Statistics, TokenResults, Wanted, launch_join
+from .arguments import (
+    CrossEntropyArgs,
+    CrossEntropyBackwardArgs,
+    CrossEntropyOutputs,
+    LogitsGradient,
+    ShardedArgs,
+    StatisticsArgs,
+)
+from .kernels import cross_entropy_backward_kernel, cross_entropy_kernel, cross_entropy_totals_kernel
+
+
+class RowConfig(NamedTuple):
+    """How a row is read: `tile` logits at a time, in `lanes` interleaved parts with statistics of their own."""
+
+    tile: int
+    lanes: int
+    num_warps: int
+
+
+@choice("cross_entropy", tile=(64, 16384), lanes=(32, 4096), num_warps=(1, 16))
+def row_config(kernel: str, cols: int, element: int, steps: int, target: Capabilities) -> RowConfig:
+    """The tile of a kernel ("forward" or "backward") in which each thread has `steps` loads of 128 bits under way
+    before it uses the first."""
+    if target.is_cpu:
+        # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
+        long = cols >= 2048
+        return RowConfig(1024 if long else 64, 128 if long else 64, 4)
+    wave = target.warp_size
+    num_warps = (4 if wave == 64 else 8) if cols >= 4096 else 4 if cols >= 1024 else 1
+    lanes = num_warps * wave * (16 // element)
+    return RowConfig((steps if cols >= 4096 else 1) * lanes, lanes, num_warps)
+
+
+def _steps(capped: bool, more: bool) -> int:
+    """Loads of 128 bits that each thread of the forward has under way.
+
+    Compiled for sm_90, four steps take 64 registers. With `more` to add up they would take over 100, and with a softcap
+    two steps already spill. Backward takes half as many steps, since with four it would spill on sm_80.
+    """
+    return 1 if capped else 2 if more else 4
+
+
+def _align(element: int, *sizes: int) -> int:
+    """What all sizes are multiples of: 16, or as many elements as 16 bytes hold, else 1."""
+    return align_of(*sizes, least=16 // element if element >= 4 else 8)
+
+
+class _RowOutputs(NamedTuple):
+    """What the kernel over rows writes, in the order of its parameters: either statistics or results, [T] each."""
+
+    stats: Tensor | None = None
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    hit: Tensor | None = None
+    largest: Tensor | None = None
+    total: Tensor | None = None
+    share: Tensor | None = None
+    smooth: Tensor | None = None
+
+
+class _RowConstants(NamedTuple):
+    """What decides the code of the kernel over rows."""
+
+    config: RowConfig
+    kind: int
+    wanted: Wanted
+    mark_missing: bool
+    nested: bool
+    align: int
+
+
+@functools.cache
+def _rows_launch(c: _RowConstants) -> Launch:
+    return Launch.of(
+        cross_entropy_kernel,
+        num_warps=c.config.num_warps,
+        KIND=c.kind,
+        ENTROPY=c.wanted.entropy,
+        SPREAD=c.wanted.spread,
+        ACCURACY=c.wanted.accuracy,
+        MARK_MISSING=c.mark_missing,
+        TILE=c.config.tile,
+        LANES=c.config.lanes,
+        NESTED=c.nested,
+        ALIGN=c.align,
+    )
+
+
+@functools.cache
+def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
+    tile, num_warps = scan_config("totals", target)
+    return Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
+
+
+def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None) -> None:
+    """Read the logits once, for the losses, or without `loss` options for the statistics of a shard."""
+    softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
+    logits, inner, outer_stride, inner_stride = row_strides(a.logits)
+    rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
+    steps = _steps(softmax.softcap is not None, True in wanted)
+    config = row_config("forward", cols, element, steps, capabilities_of(logits.device))
+    mark_missing = loss is not None and loss.reduction != "none"
+    align = _align(element, cols, outer_stride, inner_stride)
+    _rows_launch(_RowConstants(config, softmax.kind, wanted, mark_missing, inner > 1, align))(
+        (rows, 1, 1),
+        (logits, target, contiguous(a.weight), *o),
+        (rows, cols, inner, outer_stride, inner_stride, softmax.start, softmax.vocab, softmax.ignore_index),
+        (*softmax.floats, 0.0, 0.0) if loss is None else (*softmax.floats, loss.label_smoothing, loss.z_loss),
+    )
+
+
+class _BackwardConstants(NamedTuple):
+    """What decides the code of the backward kernel."""
+
+    config: RowConfig
+    kind: int
+    inplace: bool
+    nested: bool
+    align: int
+    alike: bool
+
+
+@functools.cache
+def _backward_launch(c: _BackwardConstants) -> Launch:
+    return Launch.of(
+        cross_entropy_backward_kernel,
+        num_warps=c.config.num_warps,
+        KIND=c.kind,
+        INPLACE=c.inplace,
+        TILE=c.config.tile,
+        LANES=c.config.lanes,
+        NESTED=c.nested,
+        ALIGN=c.align,
+        ALIKE=c.alike,
+    )
+
+
+def _per_row(gradient: Tensor | None) -> tuple[Tensor | None, int]:
+    """A gradient as a vector, and its stride. One for all rows has the stride 0."""
+    if gradient is None:
+        return None, 0
+    flat = gradient.reshape(-1)
+    return flat, 0 if flat.numel() == 1 else flat.stride(0)
+
+
+def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
+    """Write the gradient, over the logits if both are the same memory."""
+    inplace = o.logits is a.logits
+    softmax, capabilities = a.softmax, capabilities_of(a.logits.device)
+    target = a.target.contiguous()
+    logits, inner, outer_stride, inner_stride = row_strides(a.logits)
+    rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
+    upstream, strides = zip(*map(_per_row, (a.dloss, a.dlse, a.dentropy, a.dspread)), strict=True)
+    config = row_config("backward", cols, element, 1 if softmax.softcap is not None else 2, capabilities)
+    align = _align(element, cols, outer_stride, inner_stride)
+    alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
+    tiles = max(1, cols // config.tile)
+    spans = 1
+    # Programs of a few tiles each, enough of them to keep all multiprocessors busy.
+    if not capabilities.is_cpu:
+        spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
+    span = -(-tiles // spans) * config.tile
+    spans = -(-tiles * config.tile // span)
+    _backward_launch(_BackwardConstants(config, softmax.kind, inplace, inner > 1, align, alike))(
+        (rows, spans, 1),
+        (
+            logits,
+            target,
+            contiguous(a.weight),
+            a.largest,
+            a.total,
+            a.inverse,
+            a.smooth,
+            contiguous(a.entropy),
+            *upstream,
+            logits if inplace else o.logits,
+        ),
+        (
+            rows,
+            cols,
+            inner,
+            outer_stride,
+            inner_stride,
+            softmax.start,
+            softmax.vocab,
+            softmax.ignore_index,
+            *strides,
+            span,
+        ),
+        (*softmax.floats, a.label_smoothing, a.z_loss),
+    )
+
+
+def launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
+    rows, device = a.target.numel(), a.logits.device
+    if a.loss.reduction == "none":
+        results = _RowOutputs(None, o.loss, o.lse, o.entropy, o.accuracy, o.largest, o.total, None, o.smooth)
+        _launch_rows(results, a, a.loss)
+        return
+    losses = torch.empty(rows, dtype=torch.float32, device=device)
+    hits = shares = None
+    if o.accuracy is not None:
+        hits = torch.empty_like(losses)
+    if o.inverse is not None:
+        shares = torch.empty_like(losses)
+    results = _RowOutputs(None, losses, o.lse, o.entropy, hits, o.largest, o.total, shares, o.smooth)
+    _launch_rows(results, a, a.loss)
+    _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
+        (1, 1, 1), (losses, shares, hits, o.loss, o.inverse, o.accuracy), (rows,)
+    )
+
+
+def launch_cross_entropy_statistics(o: Statistics, a: StatisticsArgs) -> None:
+    _launch_rows(_RowOutputs(o.stats), a, None)
+
+
+def launch_sharded_logprobs(o: TokenResults, a: ShardedArgs) -> None:
+    launch_join(o, a.stats.contiguous(), a.target.contiguous(), None, a.softmax, a.wanted)

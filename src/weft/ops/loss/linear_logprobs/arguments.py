@@ -1,0 +1,74 @@
+"""The arguments and outputs of log-probabilities of a linear head, their statistics and their backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..statistics import Softmax, TokenResults, Wanted
+
+
+class LinearStatisticsArgs(NamedTuple):
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [columns, H]: the whole vocabulary, or a shard of it
+    bias: Tensor | None  # [columns]
+    target: Tensor  # [...], columns of the whole vocabulary
+    classes: Tensor | None  # [columns], weights of classes for the spread
+    softmax: Softmax
+    wanted: Wanted
+
+
+class LinearLogprobsArgs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    classes: Tensor | None
+    stats: Tensor | None  # [ranks, STATS, T] if the vocabulary is sharded: then the op only joins them
+    softmax: Softmax
+    wanted: Wanted
+    skip_below: float | None
+
+
+class LinearLogprobsOutputs(NamedTuple):
+    tokens: TokenResults
+    order: Tensor  # int32 [T + 1]: the tokens with a target, the others, and how many have a target
+
+
+class HeadNeeds(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class HeadGradients(NamedTuple):
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class LinearBackwardArgs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    classes: Tensor | None
+    largest: Tensor
+    total: Tensor
+    entropy: Tensor | None
+    shares: Tensor | None
+    order: Tensor
+    # The gradients of the results, [...] each; None for a result that was not used.
+    dlogprob: Tensor | None
+    dlse: Tensor | None
+    dentropy: Tensor | None
+    dspread: Tensor | None
+    softmax: Softmax
+    skip_below: float | None
+    needs: HeadNeeds
+
+
+AnyHeadArgs = LinearStatisticsArgs | LinearLogprobsArgs | LinearBackwardArgs

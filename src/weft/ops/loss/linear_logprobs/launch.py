@@ -1,0 +1,356 @@
+"""The launches of log-probabilities of a linear head, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ...common.rows import align_of, contiguous, flat_rows, scan_config
+from ..statistics import Softmax, Statistics, TokenResults, Wanted, join_config, launch_join
+from .arguments import (
+    AnyHeadArgs,
+    HeadGradients,
+    LinearBackwardArgs,
+    LinearLogprobsArgs,
+    LinearLogprobsOutputs,
+    LinearStatisticsArgs,
+)
+from .kernels import (
+    linear_dhidden_kernel,
+    linear_dlogits_kernel,
+    linear_dweight_kernel,
+    linear_factors_kernel,
+    linear_logprobs_kernel,
+    linear_order_kernel,
+)
+
+# Bytes for the gradient of one block's logits. On a GPU blocks are so large that reading and writing the fp32 sums of
+# dhidden between them is a small part of the traffic.
+CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
+
+Role = Literal["logits", "dlogits", "dweight", "dhidden"]
+
+
+class HeadConfig(NamedTuple):
+    """How a product is cut: tiles of `m` x `n`, summed `k` at a time."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    split: bool = True  # multiply bf16 parts of fp32 operands
+
+
+@choice("linear_logprobs", m=(16, 256), n=(16, 256), k=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
+def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capabilities) -> HeadConfig:
+    """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and rows
+    that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes registers;
+    `squares`: the sum of squares is part of it."""
+    name = target.target
+    if target.is_cpu:
+        return HeadConfig(128, 128, 64, 4, 1, split=False)
+    # Operands are split into up to six products, or loaded element by element: both take registers.
+    if not whole:
+        return HeadConfig(64, 64, 32, 4, 2)
+    # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
+    # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.
+    if name in ("sm_90", "sm_100", "sm_103"):
+        wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and name == "sm_90")
+        if role == "logits" and rich and name != "sm_90":
+            # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, squares among them, 64
+            # columns would spill 400.
+            return HeadConfig(128, 32 if squares else 64, 64, 4, 3)
+        return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
+    if target.warp_size == 64:
+        return HeadConfig(128, 128, 32, 8, 2)
+    return HeadConfig(64 if role == "logits" and rich else 128, 128, 32, 8, 3)
+
+
+class _Operands:
+    """Hidden states and weight in the form that kernels read."""
+
+    def __init__(self, a: AnyHeadArgs) -> None:
+        self.device = capabilities_of(a.hidden.device)
+        self.dtype = torch.promote_types(a.hidden.dtype, a.weight.dtype)  # what dlogits are stored in
+        # Matrix units multiply them as they are if both have the same 16-bit dtype.
+        self.whole = a.hidden.dtype == a.weight.dtype and self.dtype != torch.float32
+        self.hidden, self.weight = flat_rows(a.hidden), flat_rows(a.weight)
+        self.target, self.bias, self.classes = (
+            a.target.contiguous(),
+            contiguous(a.bias),
+            contiguous(a.classes),
+        )
+        self.rows, self.cols = self.hidden.shape
+        self.columns = self.weight.shape[0]
+        self.strides = self.hidden.stride(0), self.weight.stride(0)
+        least = 4 if a.hidden.dtype is torch.float32 else 8
+        self.align = align_of(self.cols, *self.strides, least=least)
+
+    def config(self, role: Role, rich: bool, squares: bool = False) -> HeadConfig:
+        return head_config(role, self.whole and self.align > 1, rich, squares, self.device)
+
+    def descriptors(self, *tensors: Tensor) -> bool:
+        """Whether tiles of these tensors can be loaded by bulk copies (TMA): the target has them, and rows are
+        multiples of 16 bytes."""
+        possible = self.device.descriptors and self.whole and self.align >= 8
+        return possible and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.hidden.device)
+
+
+def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int, int]:
+    """(splits, span): into how many splits the vocabulary is cut and how many columns each has, so that there are
+    enough programs to keep all multiprocessors busy."""
+    pieces = max(1, -(-vocab // tile))
+    splits = min(pieces, max(1, -(-4 * target.multiprocessors // tiles)))
+    span = -(-pieces // splits)
+    return -(-pieces // span), span * tile
+
+
+def new_order(target: Tensor) -> Tensor:
+    return torch.empty(target.numel() + 1, dtype=torch.int32, device=target.device)
+
+
+def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
+    tile, num_warps = scan_config("order", capabilities_of(target.device))
+    Launch.of(linear_order_kernel, num_warps=num_warps, TILE=tile)(
+        (1, 1, 1), (target, order), (target.numel(), softmax.vocab, softmax.ignore_index)
+    )
+
+
+class _ProductConstants(NamedTuple):
+    """What decides the code of the forward product."""
+
+    config: HeadConfig
+    kind: int
+    wanted: Wanted
+    align: int
+    cols_masked: bool
+    tma: bool
+
+
+@functools.cache
+def _product_launch(c: _ProductConstants) -> Launch:
+    return Launch.of(
+        linear_logprobs_kernel,
+        num_warps=c.config.num_warps,
+        num_stages=c.config.num_stages,
+        KIND=c.kind,
+        ENTROPY=c.wanted.entropy,
+        SPREAD=c.wanted.spread,
+        ACCURACY=c.wanted.accuracy,
+        SQUARES=c.wanted.squares,
+        SPLIT=c.config.split,
+        ROWS=c.config.m,
+        VOCAB=c.config.n,
+        TILE=c.config.k,
+        ALIGN=c.align,
+        COLS_MASKED=c.cols_masked,
+        TMA=c.tma,
+    )
+
+
+def _launch_products(
+    o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
+) -> None:
+    """Number the tokens, compute the statistics of each split of the vocabulary, and join those of all splits: into the
+    statistics of a shard, or into results."""
+    x, softmax, wanted = _Operands(a), a.softmax, a.wanted
+    config = x.config("logits", softmax.softcap is not None or True in wanted, wanted.squares)
+    _launch_order(order, x.target, softmax)
+    tiles = -(-x.rows // config.m)
+    splits, span = _span(x.columns, tiles, config.n, x.device)
+    stats = x.empty(splits, wanted.statistics, x.rows)
+    constants = _ProductConstants(
+        config, softmax.kind, wanted, x.align, x.cols % config.k != 0, x.descriptors(x.weight)
+    )
+    _product_launch(constants)(
+        (tiles, splits, 1),
+        (x.hidden, x.weight, x.bias, x.target, order, x.classes, stats),
+        (x.rows, x.cols, x.columns, *x.strides, softmax.start, span),
+        softmax.floats,
+    )
+    launch_join(o, stats, x.target, order, softmax, wanted)
+
+
+class _Backward:
+    """One call: the blocks that the vocabulary is cut into, and the products of a block."""
+
+    def __init__(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
+        self.o, self.a = o, a
+        self.x = x = _Operands(a)
+        self.rich = a.dentropy is not None or a.dspread is not None or a.softmax.softcap is not None
+        self.config = config = x.config("dlogits", self.rich)
+        self.tiles = -(-x.rows // config.m)
+        budget = CPU_BUDGET if x.device.is_cpu else GPU_BUDGET
+        pieces = -(-x.columns // config.n)
+        held = max(1, budget // (self.tiles * config.m * x.dtype.itemsize * config.n))
+        self.held = -(-pieces // -(-pieces // min(held, pieces)))  # tiles of a block, evened out
+        self.block = self.held * config.n
+        self.kept = None if a.skip_below is None else x.empty(self.tiles, self.held, dtype=torch.int8)
+        self.dlogits = x.empty(self.tiles * config.m, self.block, dtype=x.dtype)
+        self.sums = None
+        if o.hidden is not None and self.block < x.columns:
+            self.sums = x.empty(x.rows, x.cols)
+        self.make_factors()
+
+    def make_factors(self) -> None:
+        """Compute the factors of each token from which `linear_dlogits_kernel` makes the gradient of its logits."""
+        a, x = self.a, self.x
+        self.factors, self.labels = x.empty(5, x.rows), x.empty(x.rows, dtype=torch.int32)
+        upstream = [None if g is None else g.reshape(-1) for g in (a.dlogprob, a.dlse, a.dentropy, a.dspread)]
+        rows, num_warps = join_config("factors", x.device)
+        launch = Launch.of(linear_factors_kernel, num_warps=num_warps, ROWS=rows)
+        launch(
+            (-(-x.rows // rows), 1, 1),
+            (
+                x.target,
+                a.order,
+                a.largest,
+                a.total,
+                None if a.dentropy is None else a.entropy,
+                None if a.dspread is None else a.shares,
+                *upstream,
+                self.factors,
+                self.labels,
+            ),
+            (x.rows, x.columns, a.softmax.start, *(0 if g is None else g.stride(0) for g in upstream)),
+        )
+        self.unit = None
+        if x.dtype is torch.float16:
+            # A power of two that brings the largest factor to about 1, once the logits' scale has been multiplied.
+            size = self.factors[1:].abs().amax().clamp(1e-30, 1e30)
+            power = torch.exp2(-torch.ceil(torch.log2(size * a.softmax.scale)))
+            self.factors[1:] *= power
+            self.unit = 1.0 / power
+
+    def run(self) -> None:
+        x, o = self.x, self.o
+        for begin in range(0, x.columns, self.block):
+            self.make_dlogits(begin)
+            if o.weight is not None or o.bias is not None:
+                self.add_dweight(begin)
+            if o.hidden is not None:
+                self.add_dhidden(begin)
+
+    def pieces_from(self, begin: int) -> int:
+        """How many tiles of the vocabulary the block has that begins at column `begin`."""
+        return min(self.held, -(-(self.x.columns - begin) // self.config.n))
+
+    def make_dlogits(self, begin: int) -> None:
+        a, x, config = self.a, self.x, self.config
+        launch = Launch.of(
+            linear_dlogits_kernel,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            KIND=a.softmax.kind,
+            SPREAD=a.dspread is not None,
+            ENTROPY=a.dentropy is not None,
+            SPLIT=config.split,
+            ROWS=config.m,
+            VOCAB=config.n,
+            TILE=config.k,
+            ALIGN=x.align,
+            COLS_MASKED=x.cols % config.k != 0,
+            TMA=x.descriptors(x.weight),
+        )
+        launch(
+            (self.tiles * self.pieces_from(begin), 1, 1),
+            (
+                x.hidden,
+                x.weight,
+                x.bias,
+                a.order,
+                None if a.dspread is None else x.classes,
+                None if self.kept is None else a.total,
+                self.factors,
+                self.labels,
+                self.kept,
+                self.dlogits,
+            ),
+            (x.rows, x.cols, x.columns, *x.strides, begin, self.block),
+            (*a.softmax.floats, a.skip_below or 0.0),
+        )
+
+    def add_dweight(self, begin: int) -> None:
+        x, o, config = self.x, self.o, self.x.config("dweight", self.rich)
+        launch = Launch.of(
+            linear_dweight_kernel,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            SPLIT=self.config.split,
+            VOCAB=config.m,
+            COLS=config.n,
+            TILE=config.k,
+            KEPT_ROWS=self.config.m,
+            KEPT_VOCAB=self.config.n,
+            ALIGN=x.align,
+            COLS_MASKED=x.cols % config.n != 0,
+            TMA=x.descriptors(self.dlogits),
+        )
+        across = 1 if o.weight is None else -(-x.cols // config.n)
+        hidden_stride, _ = x.strides
+        launch(
+            (-(-self.pieces_from(begin) * self.config.n // config.m) * across, 1, 1),
+            (x.hidden, self.dlogits, self.a.order, self.unit, self.kept, o.weight, o.bias),
+            (x.rows, x.cols, x.columns, hidden_stride, begin, self.block),
+        )
+
+    def add_dhidden(self, begin: int) -> None:
+        x, config = self.x, self.x.config("dhidden", self.rich)
+        launch = Launch.of(
+            linear_dhidden_kernel,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            SPLIT=self.config.split,
+            ROWS=config.m,
+            COLS=config.n,
+            TILE=config.k,
+            KEPT_ROWS=self.config.m,
+            KEPT_VOCAB=self.config.n,
+            FIRST=begin == 0,
+            ALIGN=x.align,
+            COLS_MASKED=x.cols % config.n != 0,
+            TMA=x.descriptors(x.weight, self.dlogits),
+        )
+        last = begin + self.block >= x.columns
+        _, weight_stride = x.strides
+        launch(
+            (-(-x.rows // config.m) * -(-x.cols // config.n), 1, 1),
+            (
+                self.dlogits,
+                x.weight,
+                self.a.order,
+                self.unit if last else None,
+                self.kept,
+                self.sums,
+                self.o.hidden if last else None,
+            ),
+            (x.rows, x.cols, x.columns, weight_stride, begin, self.block),
+        )
+
+
+def launch_linear_logprobs_backward(o: HeadGradients, a: LinearBackwardArgs) -> None:
+    if a.weight.shape[0]:
+        _Backward(o, a).run()
+    elif o.hidden is not None:
+        o.hidden.zero_()
+
+
+def launch_linear_statistics(o: Statistics, a: LinearStatisticsArgs) -> None:
+    _launch_products(o, new_order(a.target), a)
+
+
+def launch_linear_logprobs(o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
+    if a.stats is None:
+        _launch_products(o.tokens, o.order, a)
+    else:
+        target = a.target.contiguous()
+        _launch_order(o.order, target, a.softmax)
+        launch_join(o.tokens, a.stats.contiguous(), target, None, a.softmax, a.wanted)

@@ -1,0 +1,1 @@
+"""Rows moved to the experts and back."""

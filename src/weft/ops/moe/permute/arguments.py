@@ -1,0 +1,58 @@
+"""The arguments and outputs of permute, unpermute and unpermute's backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ....quant import Codes
+from ...common.results import Result, ResultOptions
+from ..row_map.arguments import RowMap
+
+
+class PermuteArgs(NamedTuple):
+    x: Tensor  # [..., K]; not read if there are codes
+    codes: Codes  # those of a quantised x, which are moved as they are
+    probs: Tensor | None  # [..., slots], or [..., experts] if the routing was a mask
+    map: RowMap
+    result: ResultOptions
+
+
+class PermuteOutputs(NamedTuple):
+    result: Result  # [rows, K]
+    row_probs: Tensor | None  # [rows]
+
+
+class UnpermuteArgs(NamedTuple):
+    rows: Tensor  # [rows, K]; not read if there are codes
+    codes: Codes
+    probs: Tensor | None
+    carried: Tensor | None  # [rows]
+    map: RowMap
+
+
+class UnpermuteOutputs(NamedTuple):
+    y: Tensor  # [..., K]
+    carried: Tensor | None  # in the shape of probs
+
+
+class UnpermuteNeeds(NamedTuple):
+    """Which gradients are wanted."""
+
+    rows: bool
+    probs: bool
+
+
+class UnpermuteGradients(NamedTuple):
+    rows: Tensor | None
+    probs: Tensor | None
+
+
+class UnpermuteBackwardArgs(NamedTuple):
+    dy: Tensor  # [..., K]
+    rows: Tensor | None  # for the gradient of probs; None if it is not wanted or the rows are given as codes
+    codes: Codes
+    probs: Tensor
+    map: RowMap
+    needs: UnpermuteNeeds

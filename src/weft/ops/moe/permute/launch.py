@@ -1,0 +1,237 @@
+"""The launches of permute, unpermute and unpermute's backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....quant import Codes, Format
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
+from ...common.rows import align_of, contiguous, cpu_tile, flat_rows
+from ..row_map.arguments import RowMap
+from .arguments import (
+    PermuteArgs,
+    PermuteOutputs,
+    UnpermuteArgs,
+    UnpermuteBackwardArgs,
+    UnpermuteGradients,
+    UnpermuteOutputs,
+)
+from .kernels import PADS, permute_kernel, permute_stripe_kernel, unpermute_backward_kernel, unpermute_kernel
+
+
+class MoveConfig(NamedTuple):
+    """How rows are cut: `rows` of them to a program, `tile` columns at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+
+@choice("permute", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
+def move_config(kernel: str, cols: int, coded: bool, target: Capabilities) -> MoveConfig:
+    """For "permute", whose result is `coded`, or "unpermute", whose input is. Tiles of 2048 numbers for 128 threads, or
+    of 1024 where they are sums of several rows; on a CPU, pieces of one row."""
+    smallest = 128 if coded else 1
+    if target.is_cpu:
+        return MoveConfig(1, cpu_tile(cols, smallest), 4)
+    numbers = 2048 if kernel == "permute" or coded else 1024
+    tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), numbers)
+    return MoveConfig(numbers // tile, tile, 128 // target.warp_size)
+
+
+@choice("unpermute_backward", tile=(128, 4096), num_warps=(1, 16))
+def dots_config(cols: int, target: Capabilities) -> MoveConfig:
+    """For the gradients of `unpermute`, a row to a program."""
+    if target.is_cpu:
+        return MoveConfig(1, cpu_tile(cols, 128), 4)
+    # Each thread has 64 numbers of the slots' rows and 16 bytes of dy.
+    return MoveConfig(1, min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // target.warp_size)
+
+
+Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
+
+
+class _Layout(NamedTuple):
+    """Sizes of a permutation, and where what it reads and writes lies."""
+
+    tokens: int
+    rows: int
+    cols: int
+    slots: int  # of a token
+    x: Strides
+    x_scales: int  # of a row
+    probs_stride: int
+    y: Strides
+
+
+@functools.lru_cache(maxsize=4096)
+def _permute_launch(
+    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: Capabilities
+) -> BoundLaunch:
+    """A permutation that makes codes in the format `made` of numbers of this dtype, or
+    moves what there is."""
+    tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
+    config = move_config("permute", cols, made is not None, target)
+    format = None if made is None else Format.of(made)
+    launch = Launch.of(
+        permute_kernel,
+        num_warps=config.num_warps,
+        INPUT_MAX=1.0 if made is None else torch.finfo(dtype).max,
+        FORMAT=format,
+        CAST=cast,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ALIGN=align_of(cols, x[0], y[0]),
+        COLS_MASKED=cols % config.tile != 0,
+    )
+    whole = format is not None and format.block == "row"  # rows are not cut
+    token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
+    grid = (token_programs - (-rows // PADS.value), 1, 1)
+    return launch.bind(grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y))
+
+
+@functools.cache
+def _unpermute_launch(
+    format: str | None, at_once: int, config: MoveConfig, align: int, masked: bool
+) -> Launch:
+    return Launch.of(
+        unpermute_kernel,
+        num_warps=config.num_warps,
+        FORMAT=None if format is None else Format.of(format),
+        AT_ONCE=at_once,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ALIGN=align,
+        COLS_MASKED=masked,
+    )
+
+
+def _at_once(slots: int) -> int:
+    """How many slots are loaded together: up to eight, since a thread has registers for eight loads of 16 bytes."""
+    return 1 if slots == 1 else 2 if slots == 2 else 4 if slots <= 4 else 8
+
+
+def _sizes(map: RowMap) -> tuple[int, int, int]:
+    """Tokens, rows, and slots of a token."""
+    slots = map.row_of_slot.shape[-1]
+    return map.row_of_slot.numel() // slots, map.slot_of_row.shape[0], slots
+
+
+def _strides(data: Tensor, scale: Tensor | None) -> Strides:
+    if scale is None:
+        return data.stride(0), 0, 0
+    scale_row, scale_col = scale.stride()
+    return data.stride(0), scale_row, scale_col
+
+
+def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, Strides]:
+    """(data, scales, strides): numbers or codes [M, K] as kernels read them, with the scales of codes."""
+    data = flat_rows(rows if codes.data is None else codes.data)
+    return data, codes.scale, _strides(data, codes.scale)
+
+
+def _last(x: Tensor | None) -> int:
+    """The row stride of a contiguous tensor."""
+    return 0 if x is None else x.shape[-1]
+
+
+def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
+    """Make a row-wise result: plain numbers, numbers quantised on the way, or codes moved as they are."""
+    tokens, rows, slots = _sizes(a.map)
+    target = capabilities_of(a.x.device)
+    x, x_scale, x_strides = _source(a.x, a.codes)
+    probs = contiguous(a.probs)
+    y, y_scale = o.result.data, o.result.scale
+    if y is None:
+        y = o.result.y
+    layout = _Layout(
+        tokens, rows, x.shape[1], slots, x_strides, _last(x_scale), _last(probs), _strides(y, y_scale)
+    )
+    made = a.result.format if a.codes.data is None else None
+    cast = 0 if made is None else cast_mode(target)
+    _permute_launch(layout, made, x.dtype, cast, target)(
+        (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs)
+    )
+
+
+def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
+    """Make the column-wise copy, and the row-wise one if it is wanted."""
+    assert a.result.format is not None
+    _, rows, slots = _sizes(a.map)
+    f, target = Format.of(a.result.format), capabilities_of(a.x.device)
+    x, probs = flat_rows(a.x), contiguous(a.probs)
+    cols = x.shape[1]
+    align = align_of(cols, x.stride(0))
+    tile, num_warps = stripe_config("permute", f.block, align, target)
+    row, col = map(copy_arguments, o.result.copies(a.result.format))
+    launch = Launch.of(
+        permute_stripe_kernel,
+        num_warps=num_warps,
+        INPUT_MAX=torch.finfo(x.dtype).max,
+        FORMAT=f,
+        CAST=cast_mode(target),
+        ROWS=STRIPE,
+        TILE=tile,
+        ALIGN=align,
+        COLS_MASKED=cols % tile != 0,
+    )
+    launch(
+        (count_stripes(rows, cols) * -(-cols // tile), 1, 1),
+        (x, probs, a.map.experts, a.map.slot_of_row, o.row_probs, *row[:2], *col[:2]),
+        (rows, cols, slots, x.stride(0), _last(probs), *row[2:], *col[2:]),
+    )
+
+
+def launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
+    tokens, row_count, slots = _sizes(a.map)
+    dy, probs = flat_rows(a.dy), a.probs.contiguous()
+    cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
+    if o.probs is not None:
+        rows, scale, strides = _source(a.rows, a.codes)
+    _, tile, num_warps = dots_config(cols, capabilities_of(a.dy.device))
+    launch = Launch.of(
+        unpermute_backward_kernel,
+        num_warps=num_warps,
+        FORMAT=None if scale is None or a.codes.format is None else Format.of(a.codes.format),
+        AT_ONCE=_at_once(slots),
+        TILE=tile,
+        ALIGN=align_of(cols, dy.stride(0), strides[0]),
+        COLS_MASKED=cols % tile != 0,
+    )
+    launch(
+        (tokens - (0 if o.rows is None else -row_count // PADS.value), 1, 1),
+        (dy, rows, scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, o.rows, o.probs),
+        (tokens, row_count, cols, slots, dy.stride(0), *strides, _last(probs), _last(probs)),
+    )
+
+
+def launch_permute(o: PermuteOutputs, a: PermuteArgs) -> None:
+    if a.map.slot_of_row.shape[0] == 0:
+        return
+    if a.result.columnwise:
+        _permute_by_stripes(o, a)
+    else:
+        _permute_by_tokens(o, a)
+
+
+def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
+    tokens, _, slots = _sizes(a.map)
+    if tokens == 0:
+        return
+    rows, scale, strides = _source(a.rows, a.codes)
+    cols, probs = rows.shape[1], contiguous(a.probs)
+    target = capabilities_of(rows.device)
+    plain = a.codes.data is None
+    config = move_config("unpermute", cols, not plain, target)
+    align, masked = align_of(cols, strides[0]), cols % config.tile != 0
+    format = None if plain else a.codes.format
+    _unpermute_launch(format, _at_once(slots), config, align, masked)(
+        (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
+        (rows, scale, probs, a.map.experts, contiguous(a.carried), a.map.row_of_slot, o.y, o.carried),
+        (tokens, cols, slots, *strides, _last(probs), _last(o.carried)),
+    )

@@ -1,0 +1,379 @@
+"""Permute and unpermute: the rows of tokens to their experts and back, by the indices of a `RowMap`.
+
+    permute:    y[r] = x[token of slot_of_row[r]], 0 in pads          row_probs[r] = probs[slot_of_row[r]]
+    unpermute:  y[t] = round(sum over j = 0, 1, ... of probs[t, j] * rows[row_of_slot[t, j]])
+
+Each is the gradient of the other. With probs, unpermute's gradient is
+
+    drows[r] = round(probs[s] * dy[t])     dprobs[t, j] = round(sum over columns of dy[t] * rows[row_of_slot[t, j]])
+
+permute copies bits. unpermute adds up in fp32, with one fused multiply-add for each slot in the order of the slots, and
+rounds the sum once to the dtype of the result. drows is the fp32 product, rounded once. A quantised result has the
+bytes that `quantize` would give for the permuted rows, pads included. If x comes quantised, codes and scales are moved
+as they are, and pads get the code 0 with the scale 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from ....quant import PLAIN, Codes, Format, QTensor
+from ....quant.copies import check_codes
+from ....quant.straight import take_apart
+from ....runtime import Backward, Gradients, Op, local_rows
+from ...common.checks import FLOATS, check_input, check_tensor
+from ...common.quantized import register_codes, rowwise_codes
+from ...common.results import ResultOptions, allocate_result, plain_result, result_options
+from ..row_map.arguments import RowMap
+from .arguments import (
+    PermuteArgs,
+    PermuteOutputs,
+    UnpermuteArgs,
+    UnpermuteBackwardArgs,
+    UnpermuteGradients,
+    UnpermuteNeeds,
+    UnpermuteOutputs,
+)
+from .launch import launch_permute, launch_unpermute, launch_unpermute_backward
+from .reference import permute_reference, to_rows, to_slots, unpermute_backward_reference, unpermute_reference
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
+
+
+def _validate_codes(codes: Codes, rows: int, cols: int, *, moved: bool = False) -> None:
+    """Raise an error for codes that the kernels would misread. `moved`: they are moved, and not decoded."""
+    check_codes("the tensor", codes, rows, cols)
+    if codes.data is not None and not _readable(Format.of(codes.format), moved=moved):
+        raise ValueError(
+            f"rows in {codes.format} cannot be {'moved' if moved else 'added up'}: dequantize them"
+        )
+
+
+def _readable(f: Format, *, moved: bool) -> bool:
+    """Return whether kernels move rows of a format as they are, or decode them: blocks lie within a row."""
+    return f.block in BLOCKS and (moved or f.packed == 1)
+
+
+class UnpermuteBackwardOp(
+    Op[UnpermuteBackwardArgs, UnpermuteGradients], name="unpermute_backward", variants=24
+):
+    def validate(self, a: UnpermuteBackwardArgs) -> None:
+        return _validate_codes(a.codes, a.map.slot_of_row.shape[0], a.dy.shape[-1])
+
+    def allocate(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
+        dy, probs = a.dy, a.probs
+        drows = dprobs = None
+        if a.needs.rows:
+            drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
+        if a.needs.probs:
+            make = torch.empty if a.map.experts is None else torch.zeros
+            dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
+        return UnpermuteGradients(drows, dprobs)
+
+    def present(self, a: UnpermuteBackwardArgs) -> Any:
+        return a.needs
+
+    def launch(self, o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
+        launch_unpermute_backward(o, a)
+
+    def reference(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
+        return unpermute_backward_reference(a)
+
+
+unpermute_backward_op = UnpermuteBackwardOp()
+
+
+class PermuteOp(
+    Op[PermuteArgs, PermuteOutputs], name="permute", variants=24, differentiable=("result_y", "row_probs")
+):
+    def validate(self, a: PermuteArgs) -> None:
+        cols = a.x.shape[-1]
+        _validate_codes(a.codes, a.x.numel() // cols if cols else 0, cols, moved=True)
+        if a.codes.data is not None and a.result.format != a.codes.format:
+            raise ValueError(
+                f"rows in {a.codes.format} are moved as they are: dequantize them for another result"
+            )
+
+    def allocate(self, a: PermuteArgs) -> PermuteOutputs:
+        rows, probs = a.map.slot_of_row.shape[0], a.probs
+        row_probs = None if probs is None else torch.empty(rows, dtype=probs.dtype, device=a.x.device)
+        return PermuteOutputs(allocate_result(a.result, a.x, (rows, a.x.shape[-1])), row_probs)
+
+    def present(self, a: PermuteArgs) -> Any:
+        return PermuteOutputs(a.result.present(), a.probs is not None)  # type: ignore[arg-type]
+
+    def launch(self, o: PermuteOutputs, a: PermuteArgs) -> None:
+        launch_permute(o, a)
+
+    def reference(self, a: PermuteArgs) -> PermuteOutputs:
+        return permute_reference(a)
+
+    def keep(self, a: PermuteArgs, o: PermuteOutputs) -> Any:
+        return a.map
+
+    def backward(self, b: Backward) -> Gradients:
+        map: RowMap = b.kept
+        drows = b.grads.result.y if b.needs.x else None
+        dprobs = b.grads.row_probs if b.needs.probs else None
+        if drows is not None:
+            o = unpermute_op(UnpermuteArgs(drows, PLAIN, None, dprobs, map))
+            return {"x": o.y, "probs": o.carried}
+        return {"probs": None if dprobs is None else to_slots(dprobs, map)}
+
+
+permute_op = PermuteOp()
+
+
+class UnpermuteOp(
+    Op[UnpermuteArgs, UnpermuteOutputs], name="unpermute", variants=24, differentiable=("y", "carried")
+):
+    def validate(self, a: UnpermuteArgs) -> None:
+        return _validate_codes(a.codes, a.rows.shape[0], a.rows.shape[-1])
+
+    def allocate(self, a: UnpermuteArgs) -> UnpermuteOutputs:
+        lead, device, carried = a.map.row_of_slot.shape[:-1], a.rows.device, None
+        if a.carried is not None:
+            if a.map.experts is None:
+                carried = torch.empty(a.map.row_of_slot.shape, dtype=a.carried.dtype, device=device)
+            else:
+                shape = (*lead, a.map.counts.shape[0])
+                carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
+        return UnpermuteOutputs(
+            torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried
+        )
+
+    def present(self, a: UnpermuteArgs) -> Any:
+        return UnpermuteOutputs(True, a.carried is not None)  # type: ignore[arg-type]
+
+    def launch(self, o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
+        launch_unpermute(o, a)
+
+    def reference(self, a: UnpermuteArgs) -> UnpermuteOutputs:
+        return unpermute_reference(a)
+
+    def keep(self, a: UnpermuteArgs, o: UnpermuteOutputs) -> UnpermuteBackwardArgs:
+        unknown: Any = None
+        if a.probs is not None and a.probs.requires_grad:
+            rows, codes = (a.rows if a.codes.data is None else None), a.codes
+        else:
+            rows, codes = None, PLAIN
+        return UnpermuteBackwardArgs(unknown, rows, codes, a.probs, a.map, UnpermuteNeeds(False, False))  # type: ignore[arg-type]
+
+    def backward(self, b: Backward) -> Gradients:
+        kept: UnpermuteBackwardArgs = b.kept
+        dy, dcarried = b.grads.y, b.grads.carried if b.needs.carried else None
+        needs = UnpermuteNeeds(b.needs.rows, b.needs.probs)
+        found: Gradients = {}
+        if dy is not None and kept.probs is not None and any(needs):
+            found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()
+        elif dy is not None and needs.rows:
+            o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain_result(dy.dtype)))
+            return {"rows": o.result.y, "carried": o.row_probs}
+        if dcarried is not None:
+            found["carried"] = to_rows(dcarried, kept.map)
+        return found
+
+
+unpermute_op = UnpermuteOp()
+
+
+def _rows_to_move(q: QTensor) -> Codes:
+    """Return the codes of rows that are moved as they are: decoded, they would be quantized a second time."""
+    codes = rowwise_codes(q) if _readable(q.format, moved=True) else None
+    if codes is None:
+        raise ValueError(
+            f"permute moves row-wise codes with blocks {', '.join(BLOCKS)}; got {q!r}: dequantize it"
+        )
+    return codes
+
+
+def _rows_to_add(q: QTensor) -> Codes | None:
+    return rowwise_codes(q) if _readable(q.format, moved=False) else None
+
+
+register_codes(permute_op, x=_rows_to_move)
+
+
+register_codes(unpermute_op, rows=_rows_to_add)
+
+
+register_codes(unpermute_backward_op, rows=_rows_to_add)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+Rows = TypeVar("Rows", Tensor, QTensor)
+
+
+def _check(x: Tensor, rows: RowMap, what: str, leading: torch.Size) -> None:
+    check_input(what, x)
+    if x.shape[:-1] != leading:
+        raise ValueError(
+            f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
+        )
+    if x.device != rows.slot_of_row.device:
+        raise ValueError(f"{what} is on {x.device}, the row map on {rows.slot_of_row.device}")
+
+
+def _check_rows(rows: RowMap) -> None:
+    if not isinstance(rows, RowMap):
+        raise TypeError(
+            f"rows must be a weft.RowMap; got a {type(rows).__name__}. Make one of the experts' indices first: "
+            "weft.row_map(indices, experts)"
+        )
+
+
+def _check_probs(probs: Tensor | None, rows: RowMap) -> None:
+    if probs is None:
+        return
+    shape = rows.row_of_slot.shape
+    if rows.experts is not None:
+        shape = torch.Size([*shape[:-1], rows.counts.shape[0]])
+    check_tensor("probs", probs, FLOATS, rows.slot_of_row.device, shape)
+
+
+def _take_apart(x: Tensor) -> tuple[Tensor, Codes]:
+    plain, codes = take_apart(x)
+    if codes.format is not None and Format.of(codes.format).block not in BLOCKS:
+        raise ValueError(
+            f"a quantised tensor needs its row-wise copy with blocks {', '.join(BLOCKS)}; got {codes.format}"
+        )
+    return plain, codes
+
+
+@overload
+def permute(x: Rows, rows: RowMap, probs: None = None, *, quantize: None = None) -> Rows: ...
+
+
+@overload
+def permute(x: Rows, rows: RowMap, probs: Tensor, *, quantize: None = None) -> tuple[Rows, Tensor]: ...
+
+
+@overload
+def permute(
+    x: Tensor,
+    rows: RowMap,
+    probs: None = None,
+    *,
+    quantize: Format | str,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> QTensor: ...
+
+
+@overload
+def permute(
+    x: Tensor,
+    rows: RowMap,
+    probs: Tensor,
+    *,
+    quantize: Format | str,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[QTensor, Tensor]: ...
+
+
+def permute(
+    x: Tensor,
+    rows: RowMap,
+    probs: Tensor | None = None,
+    *,
+    quantize: Format | str | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The row of each token, once for each of its experts, in the order of the experts: `y[r] = x[token of row r]`.
+
+    x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved as
+    they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also the probability of
+    each row, 0 in pads. From DTensors that are sharded along tokens it takes this rank's tokens; y is a plain tensor.
+
+    - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which is kept.
+    - `quantize`: a format with blocks 1x128, mx or row; y is then a `QTensor` with the bytes of `quantize(y)`.
+      `rowwise` and `columnwise` choose its copies. `columnwise` is for 1x128 and mx, and wants `align` to be a
+      multiple of the block's length, so that no group has rows of two experts.
+
+    >>> import torch, weft
+    >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
+    >>> rows = weft.row_map(experts, 3, align=32)
+    >>> y, p = weft.permute(x, rows, torch.rand(4, 2), quantize="mx", columnwise=True)
+    >>> y.shape, p.shape, rows.offsets.tolist()
+    (torch.Size([96, 256]), torch.Size([96]), [32, 64, 96])
+    """
+    _check_rows(rows)
+    x, probs = local_rows("permute", x=x, probs=probs)
+    plain, codes = _take_apart(x)
+    _check(plain, rows, "x", rows.row_of_slot.shape[:-1])
+    _check_probs(probs, rows)
+    if codes.format is None:
+        options = result_options(plain, quantize, rowwise=rowwise, columnwise=columnwise)
+        if options.format is not None:
+            _check_format(Format.of(options.format), columnwise, rows.align)
+        elif not rowwise:
+            raise ValueError("rowwise and columnwise go with quantize=…")
+    elif quantize is not None:
+        raise ValueError(
+            "x is quantised already: leave out quantize= to permute it as it is, or dequantise it first"
+        )
+    else:
+        options = ResultOptions(plain.dtype, codes.format, True, False, None, False)
+    o = permute_op(PermuteArgs(plain, codes, probs, rows, options))
+    y = o.result.value(options)
+    return y if o.row_probs is None else (y, o.row_probs)
+
+
+def _check_format(f: Format, columnwise: bool, align: int) -> None:
+    """Raise an error if permute cannot quantise to this format."""
+    if f.block not in BLOCKS:
+        raise ValueError(
+            f"permute quantises to blocks {', '.join(BLOCKS)}; got {f.block!r}: use weft.quantize on its result"
+        )
+    if columnwise and align % f.group:
+        raise ValueError(
+            f"a column-wise copy has groups of {f.group} rows, and with align={align} some would have rows of two "
+            f"experts: make the row map with align={f.group}"
+        )
+
+
+@overload
+def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: None = None) -> Tensor: ...
+
+
+@overload
+def unpermute(
+    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor
+) -> tuple[Tensor, Tensor]: ...
+
+
+def unpermute(
+    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The rows of each token's experts, added up: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
+
+    y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` all are 1. The sum
+    is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run.
+    Returns x [..., K]; with `carried` [rows] also what it holds for each slot, in the shape of probs.
+
+    >>> import torch, weft
+    >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
+    >>> rows = weft.row_map(experts, 3, align=16)
+    >>> probs = torch.tensor([0.75, 0.25]).expand(4, 2)
+    >>> torch.equal(weft.unpermute(weft.permute(x, rows), rows, probs), x)
+    True
+    """
+    _check_rows(rows)
+    (probs,) = local_rows("unpermute", probs=probs)
+    plain, codes = _take_apart(y)
+    if codes.format is not None and Format.of(codes.format).packed == 2:
+        raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {codes.format} first")
+    _check(plain, rows, "y", rows.slot_of_row.shape)
+    _check_probs(probs, rows)
+    if carried is not None:
+        check_tensor("carried", carried, FLOATS, rows.slot_of_row.device, rows.slot_of_row.shape)
+    o = unpermute_op(UnpermuteArgs(plain, codes, probs, carried, rows))
+    return o.y if o.carried is None else (o.y, o.carried)

@@ -1,0 +1,67 @@
+"""The arguments and outputs of routing and its backward."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORES = get_args(Score)
+
+
+class Weighing(NamedTuple):
+    """How the weights of the chosen experts come from the logits."""
+
+    score: str
+    post_softmax: bool
+    renormalize: bool
+    eps: float
+    scale: float
+
+
+class Groups(NamedTuple):
+    """Which groups of experts a token chooses from."""
+
+    number: int
+    topk: int  # how many groups are chosen from
+    best: int  # how many of a group's best experts make up its score
+    masked_is_zero: bool  # experts of the other groups count as 0, not as minus infinity
+
+
+class RouteArgs(NamedTuple):
+    logits: Tensor  # [..., E]
+    bias: Tensor | None  # [E]
+    k: int
+    weighing: Weighing
+    groups: Groups
+    weight_dtype: torch.dtype
+    index_dtype: torch.dtype
+    scores: bool  # those of all experts are wanted
+    balance: bool  # score_sums and score_counts are wanted
+    z: bool
+
+
+class RouteOutputs(NamedTuple):
+    weights: Tensor  # [..., k]
+    indices: Tensor  # [..., k]
+    counts: Tensor  # int32 [E]
+    scores: Tensor | None  # fp32 [..., E]
+    score_sums: Tensor | None  # fp32 [E]
+    score_counts: Tensor | None  # int32 [E]
+    z: Tensor | None  # fp32, the sum over tokens of l^2
+
+
+class RouteBackwardArgs(NamedTuple):
+    logits: Tensor
+    indices: Tensor
+    dweights: Tensor | None
+    dscores: Tensor | None
+    dscore_sums: Tensor | None
+    dz: Tensor | None
+    weighing: Weighing
+
+
+class RouteGradients(NamedTuple):
+    logits: Tensor

@@ -1,0 +1,122 @@
+"""The launches of routing and its backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ...common.rows import align_of, contiguous, flat_rows, one_stride
+from ...common.sums import SumConfig
+from .arguments import SCORES, RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
+from .kernels import route_backward_kernel, route_kernel, route_totals_kernel
+
+
+class RouteConfig(NamedTuple):
+    """How rows are cut: `rows` of them at a time, in `groups` tiles of `tile` experts."""
+
+    rows: int
+    groups: int
+    tile: int
+    num_warps: int
+
+
+@choice("route", rows=(1, 1024), num_warps=(1, 16))
+def route_config(kernel: str, groups: int, group_size: int, target: Capabilities) -> RouteConfig:
+    """For a kernel: "forward" or "backward"."""
+    group_tiles = 1 << max(groups - 1, 0).bit_length()
+    tile = max(1 << max(group_size - 1, 0).bit_length(), 64 // group_tiles, 1)
+    width = group_tiles * tile
+    if target.is_cpu:
+        return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
+    # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
+    lanes = target.warp_size
+    num_warps = min(16, max(1, width // (16 * lanes)))
+    return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
+
+
+CPU_NUMBERS = 1024
+
+
+@choice("route.totals", rows=(1, 128), tile=(16, 1024), num_warps=(1, 16))
+def totals_config(experts: int, target: Capabilities) -> SumConfig:
+    return SumConfig(1, 256, 4) if target.is_cpu else SumConfig(32, 32, 4)
+
+
+@functools.lru_cache(maxsize=1024)
+def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: int, align: int) -> Launch:
+    return Launch.of(
+        route_kernel,
+        num_warps=config.num_warps,
+        SCORE=SCORES.index(how.score),
+        POST=how.post_softmax,
+        RENORMALIZE=how.renormalize,
+        MASKED_IS_ZERO=masked_is_zero,
+        ROWS=config.rows,
+        GROUPS=config.groups,
+        TILE=config.tile,
+        K=1 << (k - 1).bit_length(),
+        ALIGN=align,
+    )
+
+
+def launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
+    how = a.weighing
+    logits, indices = flat_rows(a.logits), a.indices.contiguous()
+    dweights, dweights_stride = one_stride(a.dweights)
+    dscores, dscores_stride = one_stride(a.dscores)
+    rows, experts = logits.shape
+    stride = logits.stride(0)
+    config = route_config("backward", 1, experts, capabilities_of(logits.device))
+    launch = Launch.of(
+        route_backward_kernel,
+        num_warps=config.num_warps,
+        SCORE=SCORES.index(how.score),
+        POST=how.post_softmax,
+        RENORMALIZE=how.renormalize,
+        ROWS=config.rows,
+        TILE=config.tile,
+        ALIGN=align_of(experts, stride, dscores_stride, least=4),
+    )
+    launch(
+        (-(-rows // config.rows), 1, 1),
+        (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
+        (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
+        (how.eps, how.scale),
+    )
+
+
+def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
+    how, groups = a.weighing, a.groups
+    target = capabilities_of(a.logits.device)
+    logits = flat_rows(a.logits)
+    rows, experts = logits.shape
+    stride, group_size = logits.stride(0), experts // groups.number
+    config = route_config("forward", groups.number, group_size, target)
+    # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
+    # which waits for the one before.
+    programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
+    program_rows = -(-rows // programs)
+    program_rows = -(-program_rows // config.rows) * config.rows
+    programs = -(-rows // program_rows)
+    totals: tuple[Tensor | None, ...] = (o.counts, o.score_sums, o.score_counts, o.z)
+    partials = totals
+    if programs > 1:
+        partials = tuple(
+            None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
+            for t in totals
+        )
+    align = align_of(group_size, stride, least=4)
+    _route_launch(how, groups.masked_is_zero, config, a.k, align)(
+        (programs, 1, 1),
+        (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
+        (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
+        (how.eps, how.scale),
+    )
+    if programs > 1:
+        piece, tile, num_warps = totals_config(experts, target)
+        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
+        launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))

@@ -1,0 +1,1 @@
+"""The product that routing begins with."""

@@ -1,0 +1,184 @@
+"""The launches of the router's product and its gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ...common.rows import align_of, contiguous, flat_rows
+from ...common.sums import sum_partials
+from .arguments import RouterLinearArgs, RouterLinearBackwardArgs, RouterLinearGradients, RouterLinearOutputs
+from .kernels import router_linear_dweight_kernel, router_linear_dx_kernel, router_linear_kernel
+
+
+class ProductConfig(NamedTuple):
+    """How a product [M, K] x [K, N] is cut: tiles of `m` x `n`, summed `k` at a time."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    split: bool  # multiply bf16 parts
+
+
+LIMITS = {"m": (16, 256), "n": (16, 512), "k": (16, 256), "num_warps": (1, 16), "num_stages": (1, 5)}
+
+
+@choice("router_linear.forward", **LIMITS)
+def forward_config(experts: int, products: int, target: Capabilities) -> ProductConfig:
+    """Rows x experts, summed over columns."""
+    if target.is_cpu:
+        # A tile of the weight is converted and transposed for every tile of rows, so long tiles of rows were
+        # measured to be faster.
+        return ProductConfig(128, _side(experts, 256), 128, 4, 1, False)
+    # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
+    # 124 KB of shared memory; twice the columns at a time spill.
+    n = _side(experts, 256 if products < 6 else 64)
+    narrow = products > 1 and target.warp_size == 32
+    tile, stages = (32, 3) if narrow else (64, 2)
+    return ProductConfig(64, n, tile, 8 if n > 128 else 4, stages, True)
+
+
+@choice("router_linear.dx", **LIMITS)
+def dx_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
+    """Rows x columns, summed over experts."""
+    if target.is_cpu:
+        return ProductConfig(128, _side(cols, 512), _side(experts, 128), 4, 1, False)
+    # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
+    # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
+    return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
+
+
+@choice("router_linear.dweight", **LIMITS)
+def dweight_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
+    """Experts x columns, summed over rows."""
+    if target.is_cpu:
+        return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
+    # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp keeps its sums in its own registers: half
+    # the tile takes 170 registers there, and the whole tile spills.
+    largest = 64 if products == 6 or target.target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
+    return ProductConfig(_side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True)
+
+
+def _products(a: torch.dtype, b: torch.dtype) -> int:
+    """How many products of bf16 parts make up a product of these dtypes, at most."""
+    return {2: 1, 1: 3, 0: 6}[(a is torch.bfloat16) + (b is torch.bfloat16)]
+
+
+def _side(size: int, largest: int) -> int:
+    """The side of a tile for `size` elements: a power of two, at least the 16 that a matrix unit needs."""
+    return min(max(1 << max(size - 1, 0).bit_length(), 16), largest)
+
+
+SPLIT_COLS = 512  # columns of a split where programs share a sum over columns; a multiple of every configuration's tile
+
+
+def _four(*sizes: int) -> int:
+    """4 if all sizes are multiples of it, 128 bits of fp32; else 1."""
+    return min(4, align_of(*sizes, least=4))
+
+
+@functools.cache
+def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_masked: bool) -> Launch:
+    return Launch.of(
+        router_linear_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        ROWS=config.m,
+        EXPERTS=config.n,
+        TILE=config.k,
+        ALIGN=align,
+        EXPERT_ALIGN=expert_align,
+        COLS_MASKED=cols_masked,
+    )
+
+
+def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
+    rows, dy_stride = dy.shape[0], dy.stride(0)
+    experts, cols = weight.shape
+    products = _products(dy.dtype, weight.dtype)
+    config = dx_config(experts, cols, products, capabilities_of(dy.device))
+    launch = Launch.of(
+        router_linear_dx_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        ROWS=config.m,
+        COLS=config.n,
+        TILE=config.k,
+        ALIGN=align_of(cols),
+        EXPERT_ALIGN=_four(experts, dy_stride),
+        COLS_MASKED=cols % config.n != 0,
+    )
+    programs = -(-rows // config.m) * -(-cols // config.n)
+    launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
+
+
+def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
+    """The sums over rows, of weight and bias."""
+    rows, cols, experts, stride, dy_stride = *x.shape, dy.shape[1], x.stride(0), dy.stride(0)
+    target = capabilities_of(x.device)
+    config = dweight_config(experts, cols, _products(x.dtype, dy.dtype), target)
+    tiles = -(-experts // config.m) * (1 if o.weight is None else -(-cols // config.n))
+    # Enough splits of the rows to fill the device twice, but each with at least four steps.
+    splits = min(-(-rows // (4 * config.k)), max(1, 2 * target.multiprocessors // tiles))
+    split_rows = -(-rows // splits)
+    split_rows = -(-split_rows // config.k) * config.k
+    splits = -(-rows // split_rows)
+
+    def room(grad: Tensor | None) -> Tensor | None:
+        if grad is None or splits == 1:
+            return grad
+        return torch.empty((splits, grad.numel()), dtype=torch.float32, device=x.device)
+
+    dweight, dbias = room(o.weight), room(o.bias)
+    launch = Launch.of(
+        router_linear_dweight_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SPLIT=config.split,
+        EXPERTS=config.m,
+        COLS=config.n,
+        TILE=config.k,
+        ALIGN=align_of(cols, stride),
+        EXPERT_ALIGN=_four(experts, dy_stride),
+        COLS_MASKED=cols % config.n != 0,
+    )
+    integers = (rows, cols, experts, stride, dy_stride, split_rows)
+    launch((tiles, splits, 1), (x, dy, dweight, dbias), integers)
+    for grad, partials in ((o.weight, dweight), (o.bias, dbias)):
+        if grad is not None and partials is not None and partials is not grad:
+            sum_partials(partials, grad, few=True)
+
+
+def launch_router_linear_backward(o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
+    dy = flat_rows(a.dy)
+    if o.x is not None:
+        _launch_dx(o.x, dy, a.weight.contiguous())
+    if o.weight is not None or o.bias is not None:
+        _launch_dweight(o, flat_rows(a.x), dy)
+
+
+def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
+    experts, cols = a.weight.shape
+    target = capabilities_of(a.x.device)
+    x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
+    rows, stride = x.shape[0], x.stride(0)
+    # An x that is not bf16 is split into parts, which take room too (on sm_100 that of the sums): smallest tiles.
+    products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
+    config = forward_config(experts, products, target)
+    grid = (-(-rows // config.m), -(-experts // config.n))
+    y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
+    if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
+        splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
+        y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
+    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
+    launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
+    if splits > 1:
+        sum_partials(y, o.y, few=True)

@@ -1,0 +1,1 @@
+"""Where the rows of each token lie among those of the experts."""

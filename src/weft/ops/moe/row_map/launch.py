@@ -1,0 +1,69 @@
+"""The launches of a map of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ....runtime import Capabilities, Launch, capabilities_of, choice
+from .arguments import RowMapArgs, RowMapOutputs
+from .kernels import compact_kernel, count_kernel, place_kernel
+
+SLOTS = 128  # the slots of a program are a multiple
+
+
+class MapConfig(NamedTuple):
+    """How slots are read: `block` of them at a time."""
+
+    block: int
+    num_warps: int
+
+
+@choice("row_map.compact", block=(1, 256), num_warps=(1, 16))
+def compact_config(target: Capabilities) -> MapConfig:
+    """A block of tokens, whose rows of the mask are read."""
+    return MapConfig(16, 4)
+
+
+@choice("row_map.count", block=(128, 4096), num_warps=(1, 16))
+def count_config(target: Capabilities) -> MapConfig:
+    return MapConfig(1024, 8)
+
+
+@choice("row_map.place", block=(16, SLOTS), num_warps=(1, 16))
+def place_config(target: Capabilities) -> MapConfig:
+    """Each slot of a block is compared with every other."""
+    return MapConfig(64, 4)
+
+
+def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
+    routing, target = a.routing.contiguous(), capabilities_of(a.routing.device)
+    if o.experts is not None:
+        tokens = routing.numel() // a.experts
+        rows, num_warps = compact_config(target)
+        compact = Launch.of(compact_kernel, num_warps=num_warps, ROWS=rows, TILE=128)
+        compact(
+            (-(-tokens // rows), 1, 1),
+            (routing.view(torch.uint8), o.experts),
+            (tokens, a.experts, a.slots),
+        )
+        routing = o.experts
+    count = o.row_of_slot.numel()
+    # Every program of the second launch reads the counts of all programs: no more programs than fill a GPU.
+    programs = min(-(-count // 512), 16 if target.is_cpu else 128)
+    program_slots = -(-count // (programs * SLOTS)) * SLOTS
+    programs = -(-count // program_slots)
+    counts = torch.empty((2, programs, a.experts), dtype=torch.int32, device=routing.device)
+    block, num_warps = count_config(target)
+    Launch.of(count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)(
+        (programs, 1, 1),
+        (routing, counts, o.slot_of_row),
+        (count, a.experts, a.rows, program_slots, -(-a.rows // programs)),
+    )
+    block, num_warps = place_config(target)
+    Launch.of(place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)(
+        (programs, 1, 1),
+        (routing, counts, o.row_of_slot, o.slot_of_row, o.counts, o.offsets),
+        (count, a.experts, a.rows, a.align, program_slots, programs),
+    )

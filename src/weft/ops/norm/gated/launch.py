@@ -1,0 +1,303 @@
+"""The launches of gated norms and their backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....quant import Codes, Format
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
+from ...common.results import make_copies
+from ...common.rows import align_of, contiguous, cpu_tile, tile_warps
+from ...common.sums import sum_partials
+from ...quantize.launch import quantize_into
+from .arguments import GatedNormArgs, GatedNormBackwardArgs, GatedNormGradients, GatedNormOutputs
+from .kernels import gated_norm_backward_kernel, gated_norm_kernel, gated_norm_stripe_kernel
+
+
+class GroupConfig(NamedTuple):
+    """How groups are cut: a program has `rows` of them, `tile` columns at a time, in a loop if a group has more."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+
+@choice("gated_norm", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+def group_config(
+    cols: int, smallest_tile: int, backward: bool, align: int, target: Capabilities
+) -> GroupConfig:
+    if target.is_cpu:
+        return GroupConfig(
+            1, cpu_tile(cols, 128, 4096 if backward else 1024), 4
+        )  # 128: a block of any format
+    # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
+    tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
+    most = 8192 if backward else 16384
+    loop = tile > most
+    tile = min(tile, most // 2 if loop else most)
+    # Where accesses are one element wide, addresses take more registers than the elements.
+    rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
+    return GroupConfig(rows, tile, tile_warps(rows * tile * (2 if loop and backward else 1), target))
+
+
+@functools.lru_cache(maxsize=4096)
+def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """(second, third, three strides of each tensor): how kernels count the groups of tensors of this shape, and where
+    those of each tensor lie; None if that takes more than three dimensions, or if the numbers of a group are apart."""
+    *sizes, cols = shape
+    if cols > 1 and any(stride[-1] != 1 for stride in strides):
+        return None
+    merged: list[tuple[int, list[int]]] = []
+    for size, *steps in zip((*sizes, groups), *((*s[:-1], cols // groups) for s in strides), strict=True):
+        if size == 1:
+            continue
+        if merged and all(before == size * step for before, step in zip(merged[-1][1], steps, strict=True)):
+            merged[-1] = (merged[-1][0] * size, steps)
+        else:
+            merged.append((size, steps))
+    if len(merged) > 3:
+        return None
+    merged = [(1, [0] * len(strides))] * (3 - len(merged)) + merged
+    found = [merged[1][0], merged[2][0]]
+    for i in range(len(strides)):
+        found += [steps[i] for _, steps in merged]
+    return tuple(found)
+
+
+def _strides_in_order(x: Tensor, transpose: bool) -> tuple[int, ...]:
+    """The strides of `in_order(x, transpose)`. Kernels take no more than these and the address, which is x's."""
+    if not transpose:
+        return x.stride()
+    first, second, *rest = x.stride()
+    return second, first, *rest
+
+
+def _laid_out(
+    groups: int, transpose: bool, x: Tensor, read: tuple[Tensor, ...], written: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """x and other tensors that are read, with their `_levels` and those of the gradient of x that is written; copies of
+    those that lie in too many ways. The one that is written has no gaps. x and its gradient are transposed, or not."""
+    shape = read[0].shape
+    rest = [] if written is None else [_strides_in_order(written, transpose)]
+    levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
+    if levels is None:
+        x, *others = (t if t.is_contiguous() else t.contiguous() for t in (x, *read))
+        read = tuple(others)
+        levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
+        assert levels is not None
+    return (x, *read), levels
+
+
+def _within_groups(format: Format, groups: int, cols: int) -> bool:
+    """Whether no block of the row-wise copy reaches from one group into the next."""
+    if format.block == "128x128":
+        return False
+    if groups == 1:
+        return True
+    return format.block != "row" and cols % max(format.group, format.packed) == 0
+
+
+class _Layout(NamedTuple):
+    """Where the groups of x and of the gate lie, in the order in which kernels take it."""
+
+    rows: int  # groups of all tokens
+    cols: int  # of a group
+    groups: int
+    levels: tuple[int, ...]
+
+    @property
+    def align(self) -> int:
+        """Of which the columns of a group and all strides are multiples."""
+        return align_of(self.cols, *self.levels[2:])
+
+
+class _Pass(NamedTuple):
+    """What a pass over groups makes, as far as it decides the launch."""
+
+    smallest_tile: int = 1
+    format: str | None = None  # of the row-wise copy
+    cast: int = 0
+    static: bool = False  # the scale is given
+    known: bool = False  # the statistics are given
+    strides: tuple[int, ...] = (0, 0)  # of the scales of the copy
+
+
+_PLAIN = _Pass()
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities, made: _Pass) -> BoundLaunch:
+    """A pass over groups."""
+    align = layout.align
+    config = group_config(layout.cols, made.smallest_tile, False, align, target)
+    launch = Launch.of(
+        gated_norm_kernel,
+        num_warps=config.num_warps,
+        ACT=act,
+        LLAMA=casting == "llama",
+        FORMAT=made.format and Format.of(made.format),
+        CAST=made.cast,
+        STATIC=made.static,
+        KNOWN=made.known,
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.tile < layout.cols,
+        ALIGN=align,
+        COLS_MASKED=layout.cols % config.tile != 0,
+    )
+    rows, cols, groups, levels = layout
+    programs = -(-rows // config.rows)
+    return launch.bind((programs, 1, 1), (programs * config.rows, rows, cols, groups, *levels, *made.strides))
+
+
+class _GatedNorm:
+    """One call: where its tensors lie, and its passes."""
+
+    def __init__(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
+        self.o, self.a = o, a
+        width = a.gate.shape[-1]
+        self.target = capabilities_of(a.x.device)
+        self.weight = contiguous(a.weight)
+        (self.x, self.gate), levels = _laid_out(a.groups, a.transpose, a.x, (a.gate,))
+        self.layout = _Layout(a.gate.numel() // width * a.groups, width // a.groups, a.groups, levels)
+        self.rstd = o.rstd
+
+    def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
+        _groups_launch(self.layout, self.a.act, self.a.casting, self.target, made)(
+            (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
+            (self.a.eps, self.a.weight_offset),
+        )
+
+    def quantized(self) -> None:
+        o, a = self.o, self.a
+        assert a.result.format is not None
+        self.format = f = Format.of(a.result.format)
+        self.cast = cast_mode(self.target)
+        direct = _within_groups(f, a.groups, self.layout.cols)
+        if f.block == "row" and not direct:
+            # One scale for several groups: y is stored in fp32 and then quantised.
+            y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
+            self.plain(y, _Pass(f.group, cast=self.cast, static=a.result.scale is not None))
+            quantize_into(o.result, a.result, y)
+            return
+        by_tensor = f.needs_tensor_amax and a.result.scale is None
+        if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
+            # There is more than one pass, and the later ones read the statistics that the first one writes.
+            self.rstd = torch.empty(self.layout.rows, dtype=torch.float32, device=self.x.device)
+        make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
+
+    def groups_pass(
+        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
+    ) -> Tensor | None:
+        a, to = self.a, self.a.result
+        data, data_scale, _, *strides = copy_arguments(copy)
+        format = None if copy is None else to.format
+        made = _Pass(self.format.group, format, self.cast, to.scale is not None, known, tuple(strides))
+        launch = _groups_launch(self.layout, a.act, a.casting, self.target, made)
+        partials = (
+            torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
+        )
+        gate, weight = self.gate, self.weight
+        if copy is None and partials is None:  # computes the statistics alone
+            gate = weight = None  # type: ignore[assignment]
+        launch(
+            (self.x, gate, weight, given if copy else None, None, self.rstd, partials, data, data_scale),
+            (a.eps, a.weight_offset),
+        )
+        return partials
+
+    def stripes_pass(
+        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        rows, cols, groups, levels = self.layout
+        tokens, width, align = rows // groups, cols * groups, self.layout.align
+        tile, num_warps = stripe_config("gated_norm", self.format.block, align, self.target)
+        stripes = count_stripes(tokens, width)
+        tiles = stripes * -(-width // tile)
+        partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
+        data, data_scale, *strides = copy_arguments(row)
+        data_t, data_t_scale, *strides_t = copy_arguments(col)
+        launch = Launch.of(
+            gated_norm_stripe_kernel,
+            num_warps=num_warps,
+            ACT=self.a.act,
+            LLAMA=self.a.casting == "llama",
+            FORMAT=self.format,
+            CAST=self.cast,
+            STATIC=self.a.result.scale is not None,
+            ROWS=STRIPE,
+            TILE=tile,
+            WITHIN=cols % tile == 0,
+            ALIGN=align,
+            COLS_MASKED=width % tile != 0,
+        )
+        launch(
+            (tiles, 1, 1),
+            (
+                self.x,
+                self.gate,
+                self.weight,
+                given,
+                self.rstd,
+                partials,
+                data,
+                data_scale,
+                data_t,
+                data_t_scale,
+            ),
+            (stripes * STRIPE * groups, tokens, width, groups, *levels, *strides, *strides_t),
+            (self.a.weight_offset,),
+        )
+        return partials
+
+
+def launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
+    groups, width = a.groups, a.gate.shape[-1]
+    cols, tokens = width // groups, a.gate.numel() // width
+    target = capabilities_of(a.x.device)
+    (x, gate, dy), levels = _laid_out(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
+    if o.x is None:
+        levels = (*levels, 0, 0, 0)
+    align = align_of(cols, *levels[2:])
+    config = group_config(cols, 1, True, align, target)
+    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
+    # tokens.
+    parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
+    program_tokens = -(-tokens // parts)
+    program_tokens = -(-program_tokens // config.rows) * config.rows
+    parts = -(-tokens // program_tokens)
+    sums = None
+    if o.weight is not None:
+        sums = torch.empty((parts, width), dtype=torch.float32, device=x.device)
+    launch = Launch.of(
+        gated_norm_backward_kernel,
+        num_warps=config.num_warps,
+        ACT=a.act,
+        LLAMA=a.casting == "llama",
+        ROWS=config.rows,
+        TILE=config.tile,
+        LOOP=config.tile < cols,
+        ALIGN=align,
+        COLS_MASKED=cols % config.tile != 0,
+    )
+    launch(
+        (parts * groups, 1, 1),
+        (x, gate, dy, contiguous(a.weight), a.rstd, o.x, o.gate, sums),
+        (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
+        (a.weight_offset,),
+    )
+    if o.weight is not None and sums is not None:
+        sum_partials(sums, o.weight)
+
+
+def launch_gated_norm(o: GatedNormOutputs, a: GatedNormArgs) -> None:
+    call = _GatedNorm(o, a)
+    if a.result.format is None:
+        call.plain(o.result.y)
+    else:
+        call.quantized()

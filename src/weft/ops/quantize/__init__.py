@@ -1,0 +1,1 @@
+"""Quantize and dequantize."""

@@ -1,0 +1,309 @@
+"""The kernels that quantize and dequantize; see `quantize` for what they compute."""
+
+from __future__ import annotations
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles import (
+    amax,
+    decode,
+    decode_e4m3,
+    decode_e8m0,
+    fp32_scale,
+    given_scale,
+    hadamard_columns,
+    larger,
+    round_to,
+    scaled,
+    unpack_pairs,
+)
+from ..common.copies import (
+    Encoding,
+    StridedCodes,
+    Stripe,
+    Tile,
+    store_codes,
+    store_rows,
+    store_stripe,
+    store_transposed,
+    tensor_factor,
+)
+from ..common.rows import load_tile, tile_mask
+
+
+@triton.jit
+def _draw(seed_low, seed_high, row, col, WHICH: tl.constexpr):
+    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]. The halves of the seed are passed
+    as their complements."""
+    c0 = tl.broadcast_to(col[None, :].to(tl.uint32), (row.shape[0], col.shape[0]))
+    c1 = tl.broadcast_to(row[:, None].to(tl.uint32), (row.shape[0], col.shape[0]))
+    zero = tl.zeros_like(c0)
+    first, _, _, _ = tl.philox_impl(
+        c0, c1, zero + WHICH, zero, zero + (~seed_low).to(tl.uint32), zero + (~seed_high).to(tl.uint32), 10
+    )
+    return first
+
+
+@kernel
+def quantize_rows_kernel(
+    x_ptr,  # [rows, cols]
+    given_ptr,  # the tensor's amax; with STATIC its scale, or scales [rows]; or None
+    amax_ptr,  # [programs], or None
+    rows,
+    cols,
+    row_programs,
+    x_stride,
+    copy: StridedCodes,  # row-wise; absent to find amax alone
+    seed_low,
+    seed_high,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # scales are given
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Make the row-wise copy. `row_programs` programs share ROWS rows and take their tiles in turn; one program has
+    them all if a scale belongs to the whole row."""
+    cols = (cols // ALIGN) * ALIGN
+    row = (tl.program_id(0) // row_programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    ROWS_MASKED: tl.constexpr = ROWS > 1
+    x_off = tl.multiple_of(row * x_stride, ALIGN)
+    piece = tl.arange(0, TILE)
+    first = (tl.program_id(0) % row_programs) * TILE
+    step = row_programs * TILE
+    WHOLE: tl.constexpr = FORMAT.block == "row" or FORMAT.block == "tensor"
+    if FORMAT.block == "row":
+        if not STATIC:
+            largest = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, cols, TILE):
+                col = start + piece
+                mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+                largest = larger(
+                    largest, amax(load_tile(x_ptr + x_off[:, None] + col[None, :], mask), axis=1)
+                )
+            row_scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
+        else:
+            row_scale = tl.load(given_ptr + row, mask=row < rows, other=1.0)
+            factor = given_scale(row_scale, FORMAT)
+        if copy.data is not None:
+            tl.store(copy.scale + row, row_scale, mask=row < rows)
+        factor = factor[:, None]
+        given = 0.0
+    elif given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    if FORMAT.block == "tensor" and given_ptr is not None:
+        factor = tensor_factor(Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC))
+
+    program_amax = tl.zeros((ROWS,), tl.float32)
+    for start in range(first, cols, step):
+        start = tl.multiple_of(start, TILE)
+        col = start + piece
+        mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
+        x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+        if amax_ptr is not None:
+            program_amax = larger(program_amax, amax(x, axis=1))
+        if copy.data is not None:
+            random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
+            if WHOLE:
+                codes = round_to(scaled(x, factor, FORMAT), random, FORMAT, CAST)
+                store_codes(
+                    codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED), FORMAT
+                )
+            else:
+                store_rows(
+                    x,
+                    copy,
+                    Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                    Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                    random,
+                )
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(program_amax, axis=0))
+
+
+@kernel
+def quantize_stripe_kernel(
+    x_ptr,  # [rows, cols]
+    given_ptr,  # the tensor's amax; with STATIC its scale; or None
+    given_t_ptr,  # the amax of the rotated tensor, or None
+    row_amax_ptr,  # [rows] for block "row", or None
+    col_amax_ptr,  # [cols] for block "row", or None
+    amax_ptr,  # [programs], or None
+    amax_t_ptr,  # [programs]: that of the rotated numbers, or None
+    rows,
+    cols,
+    x_stride,
+    copy: StridedCodes,  # row-wise
+    copy_t: StridedCodes,  # column-wise
+    seed_low,
+    seed_high,
+    INPUT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # scales are given
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Make both copies of a tile as tall as the longest group. For block "row" the amax of rows and columns are
+    given. Without copies, find the amax alone."""
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    stripe = (tl.program_id(0) // tiles).to(tl.int64)
+    row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = (tl.program_id(0) % tiles) * TILE
+    col = start + tl.arange(0, TILE)  # [TILE]
+    mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    x_off = tl.multiple_of(row * x_stride, ALIGN)
+    x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
+    if given_ptr is not None:
+        given = tl.load(given_ptr)
+    else:
+        given = 0.0
+    random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
+    random_t = _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None
+    ROTATED: tl.constexpr = FORMAT.hadamard is not None and (
+        copy_t.data is not None or amax_t_ptr is not None
+    )
+    if FORMAT.block == "row":
+        if copy.data is not None:
+            largest = tl.load(row_amax_ptr + row, mask=row < rows, other=0.0)
+            row_scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
+            tl.store(copy.scale + row, row_scale, mask=(row < rows) & (start == 0))
+            codes = round_to(scaled(x, factor[:, None], FORMAT), random, FORMAT, CAST)
+            store_codes(codes, copy, Tile(row, start, rows, cols, ALIGN, True, COLS_MASKED), FORMAT)
+        if copy_t.data is not None:
+            largest = tl.load(col_amax_ptr + col, mask=col < cols, other=0.0)
+            col_scale, factor = fp32_scale(largest, INPUT_MAX, FORMAT)
+            tl.store(copy_t.scale + col, col_scale, mask=(col < cols) & (stripe == 0))
+            codes = round_to(scaled(x, factor[None, :], FORMAT), random_t, FORMAT, CAST)
+            store_transposed(codes, copy_t, Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED), FORMAT)
+    elif ROTATED:
+        nothing = StridedCodes(None, None, 0, 0, 0)
+        if copy.data is not None:
+            store_stripe(
+                x,
+                copy,
+                nothing,
+                Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+                Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                random,
+            )
+        turned = hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)
+        if copy_t.data is not None:  # also of the zeros that make the last 16 rows whole
+            store_stripe(
+                turned,
+                nothing,
+                copy_t,
+                Stripe(stripe, start, (rows + 15) // 16 * 16, cols, ALIGN, COLS_MASKED),
+                Encoding(tl.load(given_t_ptr), INPUT_MAX, FORMAT, CAST, STATIC),
+                None,
+                _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None,
+            )
+        if amax_t_ptr is not None:
+            tl.store(amax_t_ptr + tl.program_id(0), amax(amax(turned, axis=1), axis=0))
+    else:
+        store_stripe(
+            x,
+            copy,
+            copy_t,
+            Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
+            Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+            random,
+            random_t,
+        )
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), amax(amax(x, axis=1), axis=0))
+
+
+@kernel
+def amax_kernel(
+    x_ptr,  # [rows, cols]
+    row_ptr,  # fp32 [tiles, rows]: amax of each piece of a row, or None
+    col_ptr,  # fp32 [stripes, cols]: amax of each piece of a column
+    rows,
+    cols,
+    x_stride,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """Compute the amax of the rows and of the columns of a tile, from one read."""
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    stripe, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    x_off = tl.multiple_of(row * x_stride, ALIGN)
+    x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
+    if row_ptr is not None:
+        tl.store(row_ptr + tile.to(tl.int64) * rows + row, amax(x, axis=1), mask=row < rows)
+    tl.store(col_ptr + stripe * cols + col, amax(x, axis=0), mask=col < cols)
+
+
+@kernel
+def dequantize_kernel(
+    data_ptr,  # codes [rows, cols], packed
+    scale_ptr,
+    global_ptr,  # nvfp4's scale of the tensor, or None
+    out_ptr,  # [rows, cols]
+    rows,
+    cols,
+    data_stride,
+    scale_row_stride,
+    scale_col_stride,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):
+    """q * d in fp32 (q * (d * g) for nvfp4), rounded once to the result's dtype."""
+    PACKED: tl.constexpr = FORMAT.packed
+    cols = (cols // ALIGN) * ALIGN
+    tiles = tl.cdiv(cols, TILE)
+    tile = tl.program_id(0) % tiles
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
+    width = (cols + PACKED - 1) // PACKED
+    if ALIGN > 1:  # the same number, in a form from which the compiler sees what it is a multiple of
+        width = (cols // ALIGN) * (ALIGN // PACKED)
+    mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
+    data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
+    if mask is None:
+        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :])
+    else:
+        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :], mask=mask, other=0)
+    codes = codes.to(tl.uint8, bitcast=True)
+    if PACKED == 2:
+        codes = unpack_pairs(codes)
+    exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    row_block = row * 0 if FORMAT.block_rows == 0 else row // FORMAT.block_rows
+    if FORMAT.group == 0:  # one scale for a row, or for the tensor
+        scale_off = (row_block * scale_row_stride)[:, None]
+        values = decode(codes, FORMAT) * tl.load(scale_ptr + scale_off, mask=(row < rows)[:, None], other=0.0)
+    else:
+        GROUP: tl.constexpr = FORMAT.group
+        group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+        there = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
+        scale_off = (row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
+        scale = tl.load(scale_ptr + scale_off, mask=there, other=0)  # [ROWS, TILE // GROUP]
+        if FORMAT.block == "mx":
+            scale = decode_e8m0(scale)
+        elif FORMAT.block == "nvfp4":
+            scale = decode_e4m3(scale) * tl.load(global_ptr)
+        groups = tl.reshape(decode(codes, FORMAT), (ROWS, TILE // GROUP, GROUP))
+        values = tl.reshape(groups * scale[:, :, None], (ROWS, TILE))
+    out_off = tl.multiple_of(row * cols, ALIGN)
+    tl.store(out_ptr + out_off[:, None] + col[None, :], values.to(out_ptr.dtype.element_ty), mask=exists)

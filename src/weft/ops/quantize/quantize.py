@@ -1,0 +1,214 @@
+"""Quantise and dequantise: row-wise, column-wise (transposed) or both copies, from one read of the input.
+
+    amax  = largest |x| of a block, in fp32, NaN if one is in it
+    scale = the format's convention applied to amax (`weft.quant.formats`)
+    code  = x brought to the element's range by the scale, rounded once to nearest even, saturated
+
+The scale of a whole tensor (block "tensor", nvfp4's second scale) or of a whole column (the column-wise copy of
+block "row") has to be known before the first code: there the input is read twice, unless the scale is given. So is it
+for a column-wise copy that is rotated (`Format.hadamard`), whose amax is that of the rotated numbers.
+Gradients pass straight through: d quantize(x) / dx = 1.
+
+Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `seed` and the counter
+(c, r, 0 or 1 for the column-wise copy, 0): the same seed gives the same bytes on every device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from ...quant import Codes, Format, QTensor
+from ...quant.copies import check_codes
+from ...quant.reference import dequantize_copy, hadamard_reference
+from ...runtime import Backward, Gradients, Nothing, Op, Sharding, is_distributed, local_of, place_like
+from ..common.checks import FLOATS, check_input, check_tensor, whole
+from ..common.results import ResultOptions, allocate_result, check_copies
+from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
+from .launch import launch_dequantize, launch_quantize
+from .reference import quantize_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+# ---- registration ---------------------------------------------------------------------------------------
+
+
+class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32):
+    def allocate(self, a: QuantizeArgs) -> QuantizeOutputs:
+        return QuantizeOutputs(allocate_result(a.result, a.x))
+
+    def present(self, a: QuantizeArgs) -> Any:
+        return QuantizeOutputs(a.result.present())
+
+    def launch(self, outputs: QuantizeOutputs, a: QuantizeArgs) -> None:
+        launch_quantize(outputs, a)
+
+    def reference(self, a: QuantizeArgs) -> QuantizeOutputs:
+        return quantize_reference(a)
+
+    def keep(self, a: QuantizeArgs, o: QuantizeOutputs) -> Any:
+        return Nothing()
+
+    def backward(self, b: Backward) -> Gradients:
+        return {"x": b.grads.result.y}
+
+    def shard(self, a: QuantizeArgs) -> Sharding:
+        of_scale, scale = "", a.result.scale
+        joint, block = a.result.blocks()
+        if a.seed is not None:
+            joint["..."] = (
+                "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
+            )
+        if scale is not None and scale.numel() > 1:
+            of_scale = "... _" if scale.dim() == 2 else "..."
+            if a.x.dim() > 2:
+                joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
+        return Sharding(
+            {"x": "... k", "result_scale": of_scale},
+            {"result_y": "... k", "result_amax": "max:"},
+            {"k": "blocks reach along it", **joint},
+            block,
+        )
+
+
+quantize_op = QuantizeOp()
+
+
+class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", variants=16):
+    def validate(self, a: DequantizeArgs) -> None:
+        check_codes("the tensor", Codes(*a[:4]), a.data.shape[0], a.cols)
+
+    def allocate(self, a: DequantizeArgs) -> DequantizeOutputs:
+        return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
+
+    def launch(self, outputs: DequantizeOutputs, a: DequantizeArgs) -> None:
+        launch_dequantize(outputs, a)
+
+    def reference(self, a: DequantizeArgs) -> DequantizeOutputs:
+        return DequantizeOutputs(dequantize_copy(Codes(*a[:4]), (a.data.shape[0], a.cols), a.dtype))
+
+
+dequantize_op = DequantizeOp()
+
+
+def dequantize_codes(codes: Codes, cols: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [rows, cols] for which codes stand."""
+    f = Format.of(codes.format)
+    if f.hadamard != "rowwise":
+        return dequantize_op(DequantizeArgs(*codes, cols, dtype)).values
+    stored = DequantizeArgs(*codes._replace(format=f.stored.spec), f.length(cols), torch.float32)
+    return hadamard_reference(dequantize_op(stored).values, inverse=True)[:, :cols].to(dtype)
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+
+class CopyOptions(TypedDict, total=False):
+    """The options of `quantize` that do not decide what it returns."""
+
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None
+    seed: int | None
+
+
+@overload
+def quantize(
+    x: Tensor,
+    format: Format | str = ...,
+    *,
+    return_amax: Literal[False] = False,
+    **options: Unpack[CopyOptions],
+) -> QTensor: ...
+
+
+@overload
+def quantize(
+    x: Tensor, format: Format | str = ..., *, return_amax: Literal[True], **options: Unpack[CopyOptions]
+) -> tuple[QTensor, Tensor]: ...
+
+
+@overload
+def quantize(
+    x: Tensor, format: Format | str = ..., *, return_amax: bool, **options: Unpack[CopyOptions]
+) -> QTensor | tuple[QTensor, Tensor]: ...
+
+
+def quantize(
+    x: Tensor,
+    format: Format | str = "1x128",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    scale: Tensor | None = None,
+    return_amax: bool = False,
+    seed: int | None = None,
+) -> QTensor | tuple[QTensor, Tensor]:
+    """Quantise x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
+
+    - `format`: a `Format`, a block's name or a spec such as "e5m2:1x128:deepgemm"; the recipe of NVFP4 training takes
+      "nvfp4_16x16" for weights, and "e2m1:nvfp4:te:hadamard-columnwise" for activations and (with a `seed`) gradients.
+    - `rowwise`, `columnwise`: which copies; both come from one read of x. The column-wise copy is that of x viewed
+      as [M, K] and transposed.
+    - `scale`: a given (decode) scale, one number for block "tensor", [M, 1] for block "row" without a column-wise
+      copy. Otherwise scales are made from x.
+    - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps, and
+      `weft.scale_from_amax` turns into the next `scale`. It is that of x itself also if a copy is rotated.
+    - `seed`: round stochastically, the same bytes for the same seed. Not for integers.
+
+    By the default convention (`te`) a block with an Inf gets the scale 1 and the Inf becomes the largest code, ±448 in
+    e4m3: the result is finite, but the block's other numbers are rounded with a scale that does not suit them. A NaN
+    stays NaN, except in int8 and int4, where it becomes 0. Other conventions make the whole block NaN, or zeros beside
+    the Inf: the table in `weft.quant.formats` has them all. `weft.any_nonfinite(x)` finds such numbers, and so does the
+    amax of `return_amax`.
+
+    >>> import torch, weft
+    >>> x = torch.randn(64, 512, dtype=torch.bfloat16)
+    >>> q = weft.quantize(x, "1x128", columnwise=True)
+    >>> bool((q.dequantize() - x).abs().max() < x.abs().max() / 12)
+    True
+    """
+    f = Format.of(format)
+    if f.hadamard == "rowwise":
+        raise ValueError(
+            "quantize rotates column-wise copies, 'hadamard-columnwise': a tensor with a rotated row-wise copy is the "
+            "transpose of such a one"
+        )
+    check_input("x", x, FLOATS[:3])
+    check_copies(rowwise, columnwise)
+    if scale is not None:
+        check_tensor("scale", scale, FLOATS, x.device)
+        rows = x.numel() // max(x.shape[-1], 1)
+        fits = {"tensor": scale.numel() == 1, "row": scale.numel() == rows and not columnwise}
+        if not fits.get(f.block, False):
+            raise ValueError(
+                f"a given scale is one number for block 'tensor', or [{rows}, 1] for block 'row' without a column-wise "
+                f"copy; got {tuple(scale.shape)} for block {f.block!r}"
+            )
+        scale = scale.float()
+    if seed is not None and (f.number.integer or not 0 <= whole("seed", seed) < 2**62):
+        raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
+    options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
+    result = quantize_op(QuantizeArgs(x, options, seed)).result
+    q = result.quantized(f.spec)
+    return q if result.amax is None else (q, result.amax)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers that a `QTensor` stands for, q * d in fp32 and rounded once to `dtype` (q's own by default). They
+    come from the row-wise copy if there is one; the gradient passes straight through.
+
+    >>> import torch, weft
+    >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()
+    tensor(256.)
+    """
+    if is_distributed(q):
+        shard = local_of(q)
+        return place_like(dequantize(shard, dtype), q)  # type: ignore[arg-type]
+    if not isinstance(q, QTensor):
+        raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
+    return q.dequantize(dtype)
