@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .language import triton
 from .runtime import Launch, observing
 from .runtime.ops import seen_through
 
@@ -374,8 +373,10 @@ def _put(func: Any, made: Any, into: Any) -> None:
 
 @contextmanager
 def _taping() -> Iterator[_Tape]:
+    from triton import knobs
+
     tape = _Tape()
-    launches = triton.knobs.runtime.launch_enter_hook
+    launches = knobs.runtime.launch_enter_hook
     launches.add(tape.begin_launch)
     try:
         with seen_through(), observing(tape.note_launch), tape, _Reading():

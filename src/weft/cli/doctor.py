@@ -27,8 +27,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, backend, quantize, rms_norm
-from ..language import INTERPRETED, TRITON
+from .. import __version__, backend, language, quantize, rms_norm
 from ..ops.attention.engines import attention_on
 from ..ops.product.engines import products_on
 from ..runtime import capabilities_of, launch_device, loom
@@ -198,7 +197,7 @@ def _software(report: Report) -> None:
                 )
             )
     requirement = f"'triton>={SUPPORTED_TRITON[0]},<{SUPPORTED_TRITON[1]}'"
-    if not (TRITON or INTERPRETED):
+    if not (language.usable() or language.INTERPRETED):
         reason = (
             "not installed"
             if importlib.util.find_spec("triton") is None
@@ -228,7 +227,7 @@ def _loom(report: Report) -> None:
         report.facts.append(Fact("Loom", "not installed"))
         return
     report.facts.append(Fact("Loom", metadata.version("triton-loom")))
-    if not TRITON:
+    if not language.TRITON:
         return
     from triton_loom.device import toolchain
 
@@ -250,7 +249,7 @@ def _loom(report: Report) -> None:
 
 
 def _driver(report: Report) -> None:
-    if not TRITON:
+    if not language.TRITON:
         return
     from triton.runtime import driver
 
@@ -280,7 +279,7 @@ def _driver(report: Report) -> None:
 
 
 def _cache(report: Report) -> None:
-    if not TRITON:
+    if not language.TRITON:
         return
     from triton import knobs
 
@@ -332,7 +331,7 @@ def _devices(report: Report) -> None:
             report.advice.append(
                 Advice(f"{gpu.name}: {what}", "with weft.backend('reference'):  # plain PyTorch there", True)
             )
-    if TRITON and served is None and not with_loom and not torch.cuda.device_count():
+    if language.TRITON and served is None and not with_loom and not torch.cuda.device_count():
         what = "Without a GPU or Loom everything runs in plain PyTorch. To run the kernels on this CPU"
         report.advice.append(Advice(what, loom.install_command(), broken=False))
     elif served == "cuda" and with_loom:
@@ -356,13 +355,13 @@ def _packages(report: Report) -> None:
     for package in missing():
         command = package.install()
         if command not in advised and (
-            TRITON or package.module != "triton_loom"
+            language.TRITON or package.module != "triton_loom"
         ):  # Loom is of no use without Triton
             report.advice.append(Advice(package.purpose, command, broken=False, optional=package.optional))
 
 
 def _environment(report: Report) -> None:
-    if INTERPRETED:
+    if language.INTERPRETED:
         what = "TRITON_INTERPRET=1 turns Weft's kernels off, and everything runs in plain PyTorch"
         report.advice.append(Advice(what, "unset TRITON_INTERPRET", broken=False))
     if is_on("WEFT_NO_JIT"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..language import TRITON
+from .. import language
 from ..runtime import loom
 from .screen import Refused
 
@@ -77,7 +77,7 @@ def require(command: str) -> None:
 
 def require_cache() -> None:
     """Refuse to compile where Triton's cache cannot be written."""
-    if TRITON:
+    if language.TRITON:
         from triton import knobs
 
         try:

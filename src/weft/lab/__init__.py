@@ -9,3 +9,7 @@
 It needs Loom, whose `triton_loom.testing` it is built on: `pip install -e loom`. `families`, `bench` and the builder of
 bundles for GPUs do without.
 """
+
+from ..ops import import_kernels
+
+import_kernels()

@@ -1,8 +1,12 @@
-"""The ops, one file a family. Importing this package fills the catalogue, and lets QTensors call ops."""
+"""The ops, a folder for each family. Importing this package fills the catalogue and lets QTensors call ops. Kernels
+are imported by the first call that launches one."""
+
+import importlib
+import pkgutil
 
 from ..quant.qtensor import Ops, connect
 from .attention.attention import Attention, attention
-from .attention.decode import attention_decode, mla_decode
+from .attention.decode.decode import attention_decode, mla_decode
 from .attention.merge import merge_attention
 from .common.engines import record_engines
 from .common.quantized import run
@@ -37,6 +41,14 @@ from .product.recipes import Recipe
 from .quantize.quantize import dequantize, dequantize_codes, quantize
 
 connect(Ops(dequantize_codes, run))
+
+
+def import_kernels() -> None:
+    """Import the kernels of all ops, with what their launches choose, for those who look at all of them."""
+    for found in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if found.name.endswith(".launch"):
+            importlib.import_module(found.name)
+
 
 __all__ = [
     "CONVENTIONS",

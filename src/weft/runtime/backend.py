@@ -16,12 +16,9 @@ from typing import Literal, get_args
 
 import torch
 
-from ..language import TRITON
+from .. import language
 from . import loom
 from .launch import is_recording
-
-if TRITON:
-    from triton.runtime import driver as drivers
 
 Backend = Literal["auto", "triton", "reference"]
 
@@ -117,10 +114,10 @@ class backend(ContextDecorator):
 def launch_device() -> str | None:
     """The type of device that Triton launches on now: cuda (also for AMD), cpu with Loom if it can build, or None."""
     global _without_driver
-    if not TRITON or (_without_driver and drivers._active is None):
+    if not language.TRITON or (_without_driver and language.driver._active is None):
         return None
     try:
-        driver = drivers.active
+        driver = language.driver.active
     except RuntimeError:  # there is no driver, or more than one is active
         _without_driver = True
         return None
@@ -135,7 +132,7 @@ def launch_device() -> str | None:
 def serves(device: torch.device) -> bool:
     """Whether Triton serves a call on `device`, given the active driver and the caller's choice."""
     choice = _block.choice or _process
-    if choice == "auto" and TRITON and _device_types.get(drivers._active) == device.type:
+    if choice == "auto" and language.TRITON and _device_types.get(language.driver._active) == device.type:
         return True  # the most common answer first: it is asked in every call
     if choice == "reference":
         return False

@@ -121,10 +121,16 @@ def _is_namedtuple(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
+@functools.cache
+def _members(cls: type) -> tuple[tuple[str, Any], ...]:
+    """The names and types of a tuple's members. Types are strings until they are asked for, which takes time."""
+    return tuple(get_type_hints(cls, include_extras=True).items())
+
+
 def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
     if not _is_namedtuple(cls):
         raise TypeError(f"the arguments and outputs of an op are NamedTuples; got {cls!r}")
-    for name, kind in get_type_hints(cls, include_extras=True).items():
+    for name, kind in _members(cls):
         if _is_namedtuple(kind):
             yield from _leaves_of(kind, f"{prefix}{name}_")
         else:
@@ -153,7 +159,7 @@ def _tuple_of(expressions: Iterable[str]) -> str:
 def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]) -> str:
     """Source code that builds a `cls` from the source code of its leaves."""
     members = []
-    for name, kind in get_type_hints(cls).items():
+    for name, kind in _members(cls):
         nested = _is_namedtuple(kind)
         members.append(_built(kind, f"{prefix}{name}_", leaves, known) if nested else leaves[prefix + name])
     name = f"_{prefix}class"
@@ -165,7 +171,7 @@ def _unpacked(cls: Any, prefix: str) -> str:
     """The variables of the leaves as nested tuples, to take a `cls` apart."""
     return _tuple_of(
         _unpacked(kind, f"{prefix}{name}_") if _is_namedtuple(kind) else prefix + name
-        for name, kind in get_type_hints(cls).items()
+        for name, kind in _members(cls)
     )
 
 

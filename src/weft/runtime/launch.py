@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ..language import TRITON
+from .. import language
 from . import bundle, devices
 from .arguments import Flat, Parameters, generated
 from .capabilities import Capabilities
@@ -26,10 +26,6 @@ from .choices import VARIABLE
 from .environment import is_on
 from .notice import NOTICE
 from .variant import Variant, build
-
-if TRITON:
-    from triton import knobs
-    from triton.runtime import driver as drivers
 
 # fp8 tensors are bytes to a kernel: on sm_80 the type does not exist, not even behind a pointer.
 _POINTERS = {
@@ -131,11 +127,8 @@ def _on_device(index: int | None) -> Any:
 
 def kernel(fn: Any) -> Any:
     """Decorates a Triton kernel: `@kernel` in place of `@triton.jit`."""
-    if not TRITON:
-        return fn
-    from triton import jit
-
-    return Kernel(jit(fn))
+    triton = language.triton  # which finds out whether Triton can be imported
+    return Kernel(triton.jit(fn)) if language.TRITON else fn
 
 
 @functools.cache
@@ -195,7 +188,7 @@ class Launch:
             return
         wide = max(integers) >= WIDE
         dtypes, addresses, low_bits = self.read(*pointers)
-        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
+        driver, index = language.driver.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
         found = self._known.get(identity)
         if found is None:
@@ -272,7 +265,7 @@ class BoundLaunch:
         if _observer is not None and not _observer(self.launch, self.grid, pointers, self.integers, floats):
             return
         dtypes, addresses, low_bits = self.launch.read(*pointers)
-        driver, index = drivers.active, pointers[0].device.index  # type: ignore[union-attr]
+        driver, index = language.driver.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, self._wide, dtypes)
         found = self._known.get(identity)
         if found is None:
@@ -301,7 +294,7 @@ def _start(
     kernel: _Prepared, driver: Any, index: int | None, grid: tuple[int, int, int], arguments: tuple[Any, ...]
 ) -> None:
     _, run, _, function, metadata, constants, _ = kernel
-    enter = knobs.runtime.launch_enter_hook
+    enter = language.knobs.runtime.launch_enter_hook
     if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
         stream = driver.get_current_stream(index)
         run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
@@ -309,7 +302,7 @@ def _start(
     with _on_device(index):
         stream = driver.get_current_stream(index)
         hook_info = {"name": kernel.name, "function": function, "stream": stream}
-        leave = knobs.runtime.launch_exit_hook
+        leave = language.knobs.runtime.launch_exit_hook
         run(*grid, stream, function, metadata, hook_info, enter, leave, *arguments, *constants)
 
 
@@ -432,5 +425,5 @@ def capabilities_of(device: torch.device) -> Capabilities:
         torch.compiler.is_compiling()
     ):  # which asks for facts alone, and cannot trace the search for a tuned file
         return devices.facts_of(device)
-    emulated = getattr(drivers._active, "emulates", None) if TRITON else None
+    emulated = getattr(language.driver._active, "emulates", None) if language.TRITON else None
     return devices.of_device(device) if emulated is None else devices.of_target(emulated)

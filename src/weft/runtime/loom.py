@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ..language import INTERPRETED, TRITON
+from .. import language
 
 
 def is_installed() -> bool:
@@ -46,9 +46,9 @@ def warn_of_detour(device: str) -> None:
 
 def what_is_missing() -> str:
     """Say why no kernel runs on the CPU, and what to do about it."""
-    if INTERPRETED:
+    if language.INTERPRETED:
         return "TRITON_INTERPRET=1 turns kernels off; unset it"
-    if not TRITON:
+    if not language.TRITON:
         return "Triton is missing or does not import; `weft doctor` says what to install"
     if not is_installed():
         return f"install Loom, `{install_command()}`, and a C++ compiler"

@@ -43,8 +43,8 @@ SEQUENCES, RAISED = (
     f"{E}test_values_of_sequences",
     f"{E}test_weights_are_rounded_once_after_they_are_raised[8]",
 )
-DECODE = "ops/attention/decode_kernels.py"
-PLANS = "ops/attention/decode.py"
+DECODE = "ops/attention/decode/kernels.py"
+PLANS = "ops/attention/decode/launch.py"
 D = "ops/attention/test_decode.py::"
 PLAIN_CACHE, TOKEN, PER_HEAD, PER_TENSOR, INT8 = (
     f"{D}test_caches[{coded}]" for coded in ("plain", "e4m3-token", "e4m3-head", "e4m3-tensor", "int8-token")

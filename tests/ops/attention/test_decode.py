@@ -300,7 +300,7 @@ def test_mistakes_are_named(changed: dict[str, Any], message: str) -> None:
 def test_more_tokens_than_32_bits_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem([20, 30])
     room = given["page_table"].shape[1] * given["k"].shape[1] + given["query"].shape[1]
-    module = sys.modules["weft.ops.attention.decode"]
+    module = sys.modules["weft.ops.attention.decode.decode"]
     monkeypatch.setattr(module, "_MOST_TOKENS", room)
     decode(**given)
     monkeypatch.setattr(module, "_MOST_TOKENS", room - 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 FILE = "ops/glu/kernels.py"
-GLU, GROUPS = "ops/glu/launch.py", "ops/common/groups.py"
+GLU, GROUPS = "ops/glu/launch.py", "ops/common/spans.py"
 ACTIVATIONS, SCALES = "tiles/activations.py", "tiles/scales.py"
 G = "ops/glu/test.py::"
 DOWN_TO_BF16 = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # cut, not rounded

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FILE = "ops/loss/statistics.py"
+FILE = "ops/loss/join.py"
 L = "ops/loss/test_linear_logprobs.py::"
 T = "ops/loss/test_vocabulary.py::"
 

@@ -48,7 +48,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("zeros are read again", "multi_tensor_reduce_kernel", "(tl.max(bits & 0x7FFFFFFF, axis=0) != 0)", "(tl.max(bits & 0x7FFFFFFF, axis=0) >= 0)", (f"{M}test_zeros_are_read_once",)),
         ("squares of fp16 for their root", "multi_tensor_reduce_kernel", "partial = tl.sqrt_rn(squares)", "partial = tl.sqrt_rn(squares) if EXPONENT != 0x7C00 else squares", (HALVES,)),
         ("partials of all dtypes in one place", "multi_tensor_reduce_kernel", "tl.store(partial_ptr + chunk", "tl.store(partial_ptr + tl.program_id(0)", (MIXED["norm2"],)),
-        ("every dtype as fp32", "ops/multi_tensor/multi_tensor.py:_reduce_launch", 'f"int{8 * dtype.itemsize}"', '"int32"', (EVERY["zeros"].replace("32", "16"),)),
+        ("every dtype as fp32", "ops/multi_tensor/launch.py:_reduce_launch", 'f"int{8 * dtype.itemsize}"', '"int32"', (EVERY["zeros"].replace("32", "16"),)),
         ("no elements before a multiple of 16 bytes", "ops/multi_tensor/table.py:_build", "torch.tensor([[address, before]], device", "torch.tensor([[address, 0]], device", (EVERY["norm1"],)),
         ("a dtype's table for another's", "ops/multi_tensor/table.py:table_of", "tuple([t.dtype for t in tensors])", "tuple([torch.float32 for t in tensors])", ("ops/multi_tensor/test.py::test_mixed_lists[norm2-cpu]",)),
         ("the table of other sizes", "ops/multi_tensor/table.py:table_of", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(map(Tensor.numel, tensors)),", "            tuple(map(Tensor.data_ptr, tensors)),\n            tuple(64 for t in tensors),", (ONE_TABLE,)),
@@ -84,7 +84,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first tile left out", "multi_tensor_clip_kernel", "range(0, whole, TILE)", "range(TILE, whole, TILE)", (ONCE,)),
         ("a coefficient rounded to the dtype", "multi_tensor_clip_kernel", "tl.load(tile_ptr).to(tl.float32) * coefficient", "tl.load(tile_ptr).to(tl.float32) * coefficient.to(ELEMENT).to(tl.float32)", (ONCE,)),
         ("the coefficient's square in the last tile", "multi_tensor_clip_kernel", "(x * coefficient)", "(x * coefficient * coefficient)", (ONCE,)),
-        ("copies not copied back", "ops/multi_tensor/multi_tensor.py:MultiTensorClipOp.launch", "if dense is not t:", "if dense is None:", (GAPS,)),
+        ("copies not copied back", "ops/multi_tensor/launch.py:launch_multi_tensor_clip", "if dense is not t:", "if dense is None:", (GAPS,)),
         ("numbers scaled twice", "ops/multi_tensor/table.py:_do_overlap", "any(address < end for", "any(address < 0 for", (SHARED,)),
     ],
 }  # fmt: skip

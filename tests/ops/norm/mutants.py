@@ -17,7 +17,7 @@ from tests.support.mutation import Mutant
 
 NORM, LAUNCH, OP, COPIES, ROWS, SUMS = (
     f"ops/{name}.py"
-    for name in ("norm/kernels", "norm/launch", "norm/norm", "common/copies", "common/rows", "common/sums")
+    for name in ("norm/kernels", "norm/launch", "norm/norm", "common/copies", "common/loads", "common/sums")
 )
 REDUCE = "tiles/reduce.py"
 

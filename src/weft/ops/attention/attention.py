@@ -43,7 +43,6 @@ from .arguments import (
 from .configs import WIDEST
 from .eight_bits import codes_given, in_eight_bits
 from .engines import Engine, check_engine
-from .launch import launch_attention, launch_attention_backward
 from .reference import attention_backward_reference, attention_reference, result_shape
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -78,6 +77,8 @@ class AttentionBackwardOp(
         return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
 
     def launch(self, outputs: AttentionGradients, a: AttentionBackwardArgs) -> None:
+        from .launch import launch_attention_backward
+
         launch_attention_backward(outputs, a)
 
     def reference(self, a: AttentionBackwardArgs) -> AttentionGradients:
@@ -116,6 +117,8 @@ class AttentionOp(
         return AttentionOutputs(a.result.present(), True, a.return_max)  # type: ignore[arg-type]
 
     def launch(self, outputs: AttentionOutputs, a: AttentionArgs) -> None:
+        from .launch import launch_attention
+
         launch_attention(outputs, a)
 
     def reference(self, a: AttentionArgs) -> AttentionOutputs:

@@ -28,9 +28,8 @@ from ...tiles import (
     round_to,
     scaled,
 )
-from .rows import scan_config, tile_mask
-
-STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
+from .loads import tile_mask
+from .rows import STRIPE, scan_config
 
 
 def count_stripes(rows: int, cols: int) -> int:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
-from .copies import STRIPE
-from .groups import NO_ENDS, GroupEnds, stripes_of_group
-from .rows import align_of
+from .groups import NO_ENDS, GroupEnds
+from .rows import STRIPE, align_of
+from .spans import stripes_of_group
 
 
 @triton.jit

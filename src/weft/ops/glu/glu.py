@@ -58,7 +58,6 @@ from .arguments import (
     GluOutputs,
     hidden_of,
 )
-from .launch import allocate_glu, allocate_glu_backward, in_one_pass, launch_glu, launch_glu_backward
 from .reference import glu_backward_reference, glu_reference
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -80,6 +79,8 @@ def _dequantized_leaf(gradient: Tensor | None, edge: tuple[Any, int]) -> Tensor 
 
 class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward", variants=32):
     def allocate(self, a: GluBackwardArgs) -> GluBackwardOutputs:
+        from .launch import allocate_glu_backward
+
         return allocate_glu_backward(a)
 
     def present(self, a: GluBackwardArgs) -> Any:
@@ -92,6 +93,8 @@ class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward"
         )
 
     def launch(self, outputs: GluBackwardOutputs, a: GluBackwardArgs) -> None:
+        from .launch import launch_glu_backward
+
         launch_glu_backward(outputs, a)
 
     def reference(self, a: GluBackwardArgs) -> GluBackwardOutputs:
@@ -103,12 +106,16 @@ glu_backward_op = GluBackwardOp()
 
 class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
     def allocate(self, a: GluArgs) -> GluOutputs:
+        from .launch import allocate_glu
+
         return allocate_glu(a)
 
     def present(self, a: GluArgs) -> Any:
         return GluOutputs(a.result.present())
 
     def launch(self, outputs: GluOutputs, a: GluArgs) -> None:
+        from .launch import launch_glu
+
         launch_glu(outputs, a)
 
     def reference(self, a: GluArgs) -> GluOutputs:
@@ -429,6 +436,8 @@ def _gradient_options(
     x: Tensor, unit: GatedUnit, groups: Groups, quantize: Format | str, rowwise: bool, columnwise: bool
 ) -> ResultOptions:
     """How the gradients of x and up are quantised, checked."""
+    from .launch import in_one_pass
+
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
     check_made_here(format)

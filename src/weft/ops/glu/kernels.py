@@ -20,7 +20,6 @@ from ...tiles import (
     scaled,
 )
 from ..common.copies import (
-    STRIPE,
     Encoding,
     StridedCodes,
     Stripe,
@@ -31,9 +30,11 @@ from ..common.copies import (
     store_stripe,
     tensor_factor,
 )
-from ..common.groups import GroupEnds, group_of, group_stripe, real_rows
-from ..common.results import FP32_MAX
-from ..common.rows import load_stored, mask_of_rows, row_offset
+from ..common.groups import GroupEnds
+from ..common.loads import load_stored, mask_of_rows, row_offset
+from ..common.passes import FP32_MAX
+from ..common.rows import STRIPE
+from ..common.spans import group_of, group_stripe, real_rows
 
 STRIPE_ROWS = tl.constexpr(STRIPE)
 

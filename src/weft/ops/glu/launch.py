@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
-from ..common.copies import NO_CODES, STRIPE, cast_mode, copy_arguments, count_stripes
+from ..common.copies import NO_CODES, cast_mode, copy_arguments, count_stripes
 from ..common.groups import NO_ENDS, GroupEnds, Groups, clear_slots, count_slots
-from ..common.results import Result, ResultOptions, allocate_result, make_copies
-from ..common.rows import align_of, contiguous, cpu_tile, empty_like, row_strides
+from ..common.passes import make_copies
+from ..common.results import Result, ResultOptions, allocate_result
+from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, empty_like, row_strides
 from ..common.sums import sum_groups, sum_partials
 from ..quantize.launch import quantize_into
 from .arguments import (

@@ -17,7 +17,7 @@ from ...tiles.numbers import encode
 from ...tiles.reduce import amax, larger
 from ...tiles.rotate import cos_sin, rotate
 from ...tiles.scales import fp32_scale, scaled
-from ..common.results import FP32_MAX
+from ..common.passes import FP32_MAX
 from .angles import Angles
 from .cache import E4M3, INT8, Kept, Slots
 from .layout import Place, Strides

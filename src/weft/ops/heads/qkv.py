@@ -52,7 +52,6 @@ from .arguments import (
     Quantized,
 )
 from .cache import E4M3, INT8, Cache, KVCache, check_cache, check_slots
-from .launch import launch_backward, launch_forward, launch_quantized
 from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from .norm import HeadNorm, check_norm
 from .reference import (
@@ -133,6 +132,8 @@ class QkvPrepareBackwardOp(Op[PrepareBackward, PrepareGradients], name="qkv_prep
         return a.needs
 
     def launch(self, outputs: PrepareGradients, a: PrepareBackward) -> None:
+        from .launch import launch_backward
+
         launch_backward(outputs, a)
 
     def reference(self, a: PrepareBackward) -> PrepareGradients:
@@ -150,6 +151,8 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
         return _present(a)
 
     def launch(self, outputs: QKV, a: Prepare) -> None:
+        from .launch import launch_forward
+
         launch_forward(outputs, a)
 
     def reference(self, a: Prepare) -> QKV:
@@ -220,6 +223,8 @@ class QkvPrepareCachedOp(Op[PrepareCached, Nothing], name="qkv_prepare_cached", 
         return Nothing()
 
     def launch(self, _: Nothing, a: PrepareCached) -> None:
+        from .launch import launch_forward
+
         prepare = a.prepare
         q, k, *more = a.outputs
         gate = more.pop() if a.cut.gate else None
@@ -252,6 +257,8 @@ class QkvPrepareQuantizedOp(Op[PrepareQuantized, Quantized], name="qkv_prepare_q
         return Quantized(True, True, True, True, *_present(a.prepare)[2:])  # type: ignore[arg-type]
 
     def launch(self, outputs: Quantized, a: PrepareQuantized) -> None:
+        from .launch import launch_quantized
+
         launch_quantized(outputs, a)
 
     def reference(self, a: PrepareQuantized) -> Quantized:

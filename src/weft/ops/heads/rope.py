@@ -17,7 +17,6 @@ from ...runtime import Backward, Op, Sharding
 from ..common.checks import check_input
 from .angles import Rotation, check_rotation
 from .arguments import QKV, Prepare, Rope, Rotated
-from .launch import launch_forward
 from .layout import LAYOUTS, Cut, Layout, layout_of, shape_of, sizes
 from .norm import NO_NORM
 from .reference import rope_reference
@@ -32,6 +31,8 @@ class RopeOp(Op[Rope, Rotated], name="rope", variants=64):
 
     def launch(self, outputs: Rotated, a: Rope) -> None:
         """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
+        from .launch import launch_forward
+
         heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
         cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
         prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)

@@ -18,141 +18,33 @@ threads:
 
 from __future__ import annotations
 
-import functools
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...language import tl
-from ...runtime import Capabilities, Launch, Nothing, Op, Written, capabilities_of, choice, is_distributed
+from ...runtime import Nothing, Op, is_distributed
 from ..common.checks import real
-from .gradients import Kind, Tensors, check_strided, kinds_of, mark_clipped, memory_of, numbers_of
-from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
-from .table import check_writable, is_dense, refuse_expanded, shared_memory, table_of
+from .arguments import NORMS, ClipArgs, ReduceArgs, ReduceOutputs, allocate_reduce, dtype_of_total
+from .gradients import Kind, Tensors, kinds_of, mark_clipped, memory_of, numbers_of
+from .reference import multi_tensor_clip_reference, multi_tensor_reduce_reference
+from .table import check_writable
 
-_NORMS = {1.0: "norm1", 2.0: "norm2", math.inf: "norminf"}
-_ORDERS = {what: order for order, what in _NORMS.items()}
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-
-
-# ---- arguments and outputs ------------------------------------------------------------------------------
-
-
-class ReduceArgs(NamedTuple):
-    tensors: list[Tensor]  # on one device; either all or none in float64
-    what: str  # norm1, norm2, norminf, zeros or nonfinite
-
-
-class ReduceOutputs(NamedTuple):
-    total: Tensor  # one number: a norm is fp32 or fp64, a count int64, the answer to "nonfinite" a bool
-
-
-class ClipArgs(NamedTuple):
-    tensors: Written
-    norm: Tensor  # one number
-    max_norm: float
-
-
-# ---- reference ------------------------------------------------------------------------------------------
-
-
-# ---- launch ---------------------------------------------------------------------------------------------
-
-_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-
-
-class ChunkConfig(NamedTuple):
-    """How a chunk is read: `tile` numbers at a time."""
-
-    tile: int
-    num_warps: int
-
-
-@choice("multi_tensor", tile=(128, 16384), num_warps=(1, 16))
-def chunk_config(kernel: str, what: str, itemsize: int, target: Capabilities) -> ChunkConfig:
-    """For the kernels "reduce", "total" and "clip": 16 numbers to each of the 256 threads of an NVIDIA GPU."""
-    return ChunkConfig(512 if target.is_cpu else 4096, 8)
-
-
-@functools.cache
-def _reduce_launch(dtype: torch.dtype, what: str, target: Capabilities) -> Launch:
-    tile, num_warps = chunk_config("reduce", what, dtype.itemsize, target)
-    name = f"int{8 * dtype.itemsize}" if what in ("zeros", "nonfinite") else _ELEMENTS[dtype]
-    return Launch.of(
-        multi_tensor_reduce_kernel,
-        num_warps=num_warps,
-        ELEMENT=getattr(tl, name),
-        EXPONENT=_EXPONENTS[dtype],
-        WHAT=what,
-        TILE=tile,
-    )
-
-
-@functools.cache
-def _total_launch(what: str, target: Capabilities) -> Launch:
-    tile, num_warps = chunk_config("total", what, 4, target)
-    return Launch.of(multi_tensor_total_kernel, num_warps=num_warps, WHAT=what, TILE=tile)
-
-
-@functools.cache
-def _clip_launch(dtype: torch.dtype, target: Capabilities) -> Launch:
-    tile, num_warps = chunk_config("clip", "clip", dtype.itemsize, target)
-    element = getattr(tl, _ELEMENTS[dtype])
-    return Launch.of(multi_tensor_clip_kernel, num_warps=num_warps, ELEMENT=element, TILE=tile)
-
-
-def _dtype_of_total(tensors: list[Tensor], what: str) -> torch.dtype:
-    if what == "zeros":
-        return torch.int64
-    if what == "nonfinite":
-        return torch.bool
-    return torch.float64 if tensors and tensors[0].dtype is torch.float64 else torch.float32
-
-
-def _allocate_reduce(a: ReduceArgs) -> ReduceOutputs:
-    dtype = _dtype_of_total(a.tensors, a.what)
-    return ReduceOutputs(torch.empty((), dtype=dtype, device=a.tensors[0].device if a.tensors else None))
-
-
-# ---- registration ---------------------------------------------------------------------------------------
 
 
 class MultiTensorReduceOp(Op[ReduceArgs, ReduceOutputs], name="multi_tensor_reduce", variants=4):
     def allocate(self, a: ReduceArgs) -> ReduceOutputs:
-        return _allocate_reduce(a)
+        return allocate_reduce(a)
 
     def launch(self, o: ReduceOutputs, a: ReduceArgs) -> None:
-        what = a.what
-        table, reached = table_of(a.tensors)
-        device = table.entries.device
-        target = capabilities_of(device)
-        dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
-        partial = torch.empty(table.chunks, dtype=dtype, device=device)
-        for segment in table.segments:
-            _reduce_launch(segment.dtype, what, target)(
-                (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
-            )
-        _total_launch(what, target)((1, 1, 1), (partial, o.total), (table.chunks,))
+        from .launch import launch_multi_tensor_reduce
+
+        launch_multi_tensor_reduce(o, a)
 
     def reference(self, a: ReduceArgs) -> ReduceOutputs:
-        """The definition, in float64."""
-        check_strided(a.tensors)
-        total = _allocate_reduce(a).total
-        parts = [t for t in a.tensors if t.numel()]
-        if not parts:
-            return ReduceOutputs(total.zero_())
-        if a.what == "zeros":
-            return ReduceOutputs(torch.stack([t.numel() - t.count_nonzero() for t in parts]).sum())
-        if a.what == "nonfinite":
-            return ReduceOutputs(torch.stack([~t.isfinite().all() for t in parts]).any())
-        order = _ORDERS[a.what]
-        norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in parts]
-        return ReduceOutputs(torch.linalg.vector_norm(torch.stack(norms), order).to(total.dtype))
+        return multi_tensor_reduce_reference(a)
 
 
 multi_tensor_reduce_op = MultiTensorReduceOp()
@@ -163,42 +55,12 @@ class MultiTensorClipOp(Op[ClipArgs, Nothing], name="multi_tensor_clip", variant
         return Nothing()
 
     def launch(self, _: Nothing, a: ClipArgs) -> None:
-        table, reached = table_of(a.tensors)
-        if reached is not a.tensors:  # one of them is not contiguous
-            refuse_expanded(a.tensors)
-        if table.overlapping:
-            raise shared_memory()
-        norm = a.norm
-        begins, ends = table.spans
-        address = norm.data_ptr()
-        place = bisect_right(begins, address) - 1
-        if place >= 0 and address < ends[place]:
-            norm = (
-                norm.clone()
-            )  # it lies in a tensor to be scaled: programs could read it after it was scaled
-        target = capabilities_of(table.entries.device)
-        for segment in table.segments:
-            _clip_launch(segment.dtype, target)(
-                (segment.chunks, 1, 1),
-                (table.entries, norm),
-                (segment.first,),
-                (a.max_norm,),
-                reached=reached,
-            )
-        if reached is not a.tensors:
-            for t, dense in zip(a.tensors, reached, strict=True):
-                if dense is not t:
-                    t.copy_(dense)
+        from .launch import launch_multi_tensor_clip
+
+        launch_multi_tensor_clip(_, a)
 
     def reference(self, a: ClipArgs) -> Nothing:
-        """The definition, in place; a coefficient of 1 changes nothing."""
-        check_writable(a.tensors)
-        coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
-        # All are read before any is written, so that numbers in memory that slices share are scaled once.
-        sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
-        for t, source in zip(a.tensors, sources, strict=True):
-            t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)
-        return Nothing()
+        return multi_tensor_clip_reference(a)
 
 
 multi_tensor_clip_op = MultiTensorClipOp()
@@ -368,7 +230,7 @@ def _clip(
 
 def _what(norm_type: float | str) -> str:
     try:
-        return _NORMS[float(norm_type)]
+        return NORMS[float(norm_type)]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}") from None
 
@@ -471,7 +333,7 @@ def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torc
 
     Sums are in float64 or int64, which is exact enough. A largest norm is compared by its bits as an integer, which
     keeps NaN."""
-    result = _dtype_of_total([], what)
+    result = dtype_of_total([], what)
     if any(number.dtype is torch.float64 for part in parts for number in part.numbers):
         result = torch.float64
     dtype = torch.int64 if what in ("zeros", "nonfinite") else torch.float64

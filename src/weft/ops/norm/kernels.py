@@ -19,8 +19,8 @@ from ..common.copies import (
     store_stripe,
     tensor_factor,
 )
-from ..common.results import FP32_MAX
-from ..common.rows import load_tile, load_vector, round_promoted, row_offset, tile_mask
+from ..common.loads import load_tile, load_vector, round_promoted, row_offset, tile_mask
+from ..common.passes import FP32_MAX
 from ..common.sums import add_to
 
 # ---- what kernels take ----------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
-from ..common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
-from ..common.results import allocate_result, make_copies
+from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.passes import make_copies
+from ..common.results import allocate_result
 from ..common.rows import (
+    STRIPE,
     align_of,
     contiguous,
     count_rows,

@@ -44,7 +44,6 @@ from ..common.checks import (
 )
 from ..common.results import result_into, result_options
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormNeeds, NormOutputs
-from .launch import allocate_norm, allocate_norm_backward, launch_norm, launch_norm_backward, present
 from .reference import norm_backward_reference, norm_reference
 from .signatures import Modulation, NormResult, norm_like
 
@@ -80,12 +79,16 @@ def _sample_dims(part: Tensor | None) -> str:
 
 class NormBackwardOp(Op[NormBackwardArgs, NormGradients], name="norm_backward", variants=32):
     def allocate(self, a: NormBackwardArgs) -> NormGradients:
+        from .launch import allocate_norm_backward
+
         return allocate_norm_backward(a)
 
     def present(self, a: NormBackwardArgs) -> Any:
         return a.needs
 
     def launch(self, outputs: NormGradients, a: NormBackwardArgs) -> None:
+        from .launch import launch_norm_backward
+
         launch_norm_backward(outputs, a)
 
     def reference(self, a: NormBackwardArgs) -> NormGradients:
@@ -97,12 +100,18 @@ norm_backward_op = NormBackwardOp()
 
 class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable=("result_y", "residual")):
     def allocate(self, a: NormArgs) -> NormOutputs:
+        from .launch import allocate_norm
+
         return allocate_norm(a)
 
     def present(self, a: NormArgs) -> Any:
+        from .launch import present
+
         return present(a)
 
     def launch(self, outputs: NormOutputs, a: NormArgs) -> None:
+        from .launch import launch_norm
+
         launch_norm(outputs, a)
 
     def reference(self, a: NormArgs) -> NormOutputs:

@@ -36,7 +36,6 @@ from ..moe.row_map.arguments import RowMap
 from .arguments import GroupedArgs, ProductOutputs, WgradArgs, wgrad_args
 from .checks import has_slots, validate_grouped, validate_wgrad
 from .engines import Engine, check_grouped_engine
-from .launch import launch_grouped, launch_wgrad
 from .matmul import (
     check_activation,
     codes_along_columns,
@@ -143,6 +142,8 @@ class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", va
         return ProductOutputs(a.result.present())
 
     def launch(self, outputs: ProductOutputs, a: GroupedArgs) -> None:
+        from .launch import launch_grouped
+
         launch_grouped(outputs, a)
 
     def reference(self, a: GroupedArgs) -> ProductOutputs:
@@ -205,6 +206,8 @@ class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", varian
         return ProductOutputs(a.result.present())
 
     def launch(self, outputs: ProductOutputs, a: WgradArgs) -> None:
+        from .launch import launch_wgrad
+
         launch_wgrad(outputs, a)
 
     def reference(self, a: WgradArgs) -> ProductOutputs:

@@ -16,7 +16,8 @@ from ...tiles import decode, decode_e4m3, decode_e8m0, unpack_pairs
 from ...tiles.activations import activate
 from ...tiles.split import dot_fp32
 from ..common.copies import Encoding, StridedCodes, Tile, store_rows
-from ..common.groups import GroupEnds, group_rows, group_tile
+from ..common.groups import GroupEnds
+from ..common.spans import group_rows, group_tile
 
 # ---- structs --------------------------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ from ..quantize.quantize import dequantize_codes
 from .arguments import MatmulArgs, ProductOutputs, matmul_args
 from .checks import formats_multiply, validate_matmul
 from .engines import Engine, check_engine
-from .launch import launch_matmul
 from .operands import Precision, autocasted_pair
 
 # ---- reference ------------------------------------------------------------------------------------------
@@ -98,6 +97,8 @@ class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
         return ProductOutputs(a.result.present())
 
     def launch(self, outputs: ProductOutputs, a: MatmulArgs) -> None:
+        from .launch import launch_matmul
+
         launch_matmul(outputs, a)
 
     def reference(self, a: MatmulArgs) -> ProductOutputs:

@@ -28,7 +28,7 @@ from ..common.copies import (
     store_transposed,
     tensor_factor,
 )
-from ..common.rows import load_tile, tile_mask
+from ..common.loads import load_tile, tile_mask
 
 
 @triton.jit

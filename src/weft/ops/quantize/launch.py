@@ -9,17 +9,10 @@ from torch import Tensor
 
 from ...quant import Codes, Format
 from ...runtime import Capabilities, Launch, capabilities_of, choice
-from ..common.copies import (
-    STRIPE,
-    StripeConfig,
-    cast_mode,
-    copy_arguments,
-    count_stripes,
-    reduce_amax,
-    stripe_config,
-)
-from ..common.results import Result, ResultOptions, make_copies
-from ..common.rows import align_of, cpu_tile, flat_rows
+from ..common.copies import StripeConfig, cast_mode, copy_arguments, count_stripes, reduce_amax, stripe_config
+from ..common.passes import make_copies
+from ..common.results import Result, ResultOptions
+from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows
 from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
 from .kernels import amax_kernel, dequantize_kernel, quantize_rows_kernel, quantize_stripe_kernel
 

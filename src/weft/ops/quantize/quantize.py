@@ -27,7 +27,6 @@ from ...runtime import Backward, Gradients, Nothing, Op, Sharding, is_distribute
 from ..common.checks import FLOATS, check_input, check_tensor, whole
 from ..common.results import ResultOptions, allocate_result, check_copies
 from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
-from .launch import launch_dequantize, launch_quantize
 from .reference import quantize_reference
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32
         return QuantizeOutputs(a.result.present())
 
     def launch(self, outputs: QuantizeOutputs, a: QuantizeArgs) -> None:
+        from .launch import launch_quantize
+
         launch_quantize(outputs, a)
 
     def reference(self, a: QuantizeArgs) -> QuantizeOutputs:
@@ -86,6 +87,8 @@ class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", var
         return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
 
     def launch(self, outputs: DequantizeOutputs, a: DequantizeArgs) -> None:
+        from .launch import launch_dequantize
+
         launch_dequantize(outputs, a)
 
     def reference(self, a: DequantizeArgs) -> DequantizeOutputs:

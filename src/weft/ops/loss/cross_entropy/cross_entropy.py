@@ -47,12 +47,6 @@ from .arguments import (
     ShardedArgs,
     StatisticsArgs,
 )
-from .launch import (
-    launch_cross_entropy,
-    launch_cross_entropy_backward,
-    launch_cross_entropy_statistics,
-    launch_sharded_logprobs,
-)
 from .reference import (
     cross_entropy_backward_reference,
     cross_entropy_reference,
@@ -87,6 +81,8 @@ def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
 def _overwrite(a: CrossEntropyBackwardArgs) -> Tensor:
     """Write the gradient over the logits, and mark them as changed for autograd. A node that saved the logits for its
     own backward then raises autograd's error about an in-place operation, rather than compute wrong numbers."""
+    from .launch import launch_cross_entropy_backward
+
     logits = a.logits.detach()
     a = a._replace(logits=logits)
     if cross_entropy_backward_op.serves(logits):
@@ -104,6 +100,8 @@ class CrossEntropyBackwardOp(
         return LogitsGradient(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
     def launch(self, outputs: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
+        from .launch import launch_cross_entropy_backward
+
         launch_cross_entropy_backward(outputs, a)
 
     def reference(self, a: CrossEntropyBackwardArgs) -> LogitsGradient:
@@ -143,6 +141,8 @@ class CrossEntropyOp(
         return CrossEntropyOutputs(*there)  # type: ignore[arg-type]
 
     def launch(self, o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
+        from .launch import launch_cross_entropy
+
         launch_cross_entropy(o, a)
 
     def reference(self, a: CrossEntropyArgs) -> CrossEntropyOutputs:
@@ -174,6 +174,8 @@ class CrossEntropyStatisticsOp(Op[StatisticsArgs, Statistics], name="cross_entro
         return Statistics.allocate(a.target, compute_dtype(a.logits), a.wanted)
 
     def launch(self, o: Statistics, a: StatisticsArgs) -> None:
+        from .launch import launch_cross_entropy_statistics
+
         launch_cross_entropy_statistics(o, a)
 
     def reference(self, a: StatisticsArgs) -> Statistics:
@@ -196,6 +198,8 @@ class ShardedLogprobsOp(
         return TokenResults.present(a.wanted)
 
     def launch(self, o: TokenResults, a: ShardedArgs) -> None:
+        from .launch import launch_sharded_logprobs
+
         launch_sharded_logprobs(o, a)
 
     def reference(self, a: ShardedArgs) -> TokenResults:

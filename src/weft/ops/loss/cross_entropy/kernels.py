@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles.softmax import LOWEST, add_exponentials, add_moments, cap, join_exponentials, join_moments
-from ...common.rows import load_tile, row_offset
-from ..statistics import CAPPED, FEW, PLAIN, Scaling
+from ...common.loads import load_tile, row_offset
+from ..join import CAPPED, FEW, PLAIN, Scaling
 
 
 @triton.jit

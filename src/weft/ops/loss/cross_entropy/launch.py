@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ....runtime import Capabilities, Launch, capabilities_of, choice
 from ...common.rows import align_of, contiguous, row_strides, scan_config
+from ..join import launch_join
 from ..reduction import LossOptions
-from ..statistics import Statistics, TokenResults, Wanted, launch_join
+from ..statistics import Statistics, TokenResults, Wanted
 from .arguments import (
     CrossEntropyArgs,
     CrossEntropyBackwardArgs,

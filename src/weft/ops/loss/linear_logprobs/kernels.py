@@ -7,7 +7,7 @@ from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
 from ....tiles.split import dot_fp32
-from ..statistics import CAPPED, FEW, PLAIN, Scaling
+from ..join import CAPPED, FEW, PLAIN, Scaling
 
 
 @triton.jit

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ....runtime import Capabilities, Launch, capabilities_of, choice
 from ...common.rows import align_of, contiguous, flat_rows, scan_config
-from ..statistics import Softmax, Statistics, TokenResults, Wanted, join_config, launch_join
+from ..join import join_config, launch_join
+from ..statistics import Softmax, Statistics, TokenResults, Wanted
 from .arguments import (
     AnyHeadArgs,
     HeadGradients,

@@ -56,12 +56,6 @@ from .arguments import (
     LinearLogprobsOutputs,
     LinearStatisticsArgs,
 )
-from .launch import (
-    launch_linear_logprobs,
-    launch_linear_logprobs_backward,
-    launch_linear_statistics,
-    new_order,
-)
 from .reference import (
     linear_logprobs_backward_reference,
     linear_logprobs_reference,
@@ -87,6 +81,8 @@ class LinearLogprobsBackwardOp(
         return a.needs
 
     def launch(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
+        from .launch import launch_linear_logprobs_backward
+
         launch_linear_logprobs_backward(o, a)
 
     def reference(self, a: LinearBackwardArgs) -> HeadGradients:
@@ -104,6 +100,8 @@ class LinearStatisticsOp(Op[LinearStatisticsArgs, Statistics], name="linear_stat
         return Statistics.allocate(a.target, compute_dtype(a.hidden), a.wanted)
 
     def launch(self, o: Statistics, a: LinearStatisticsArgs) -> None:
+        from .launch import launch_linear_statistics
+
         launch_linear_statistics(o, a)
 
     def reference(self, a: LinearStatisticsArgs) -> Statistics:
@@ -123,6 +121,8 @@ class LinearLogprobsOp(
         return check_labels(a.target, a.softmax)
 
     def allocate(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
+        from .launch import new_order
+
         tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
         return LinearLogprobsOutputs(tokens, new_order(a.target))
 
@@ -130,6 +130,8 @@ class LinearLogprobsOp(
         return LinearLogprobsOutputs(TokenResults.present(a.wanted), True)  # type: ignore[arg-type]
 
     def launch(self, o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
+        from .launch import launch_linear_logprobs
+
         launch_linear_logprobs(o, a)
 
     def reference(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:

@@ -8,7 +8,7 @@ from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles import amax, decode, decode_e8m0, fp32_scale, larger, quantize_rows, round_to, scaled
 from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe
-from ...common.rows import load_stored, load_tile, tile_mask
+from ...common.loads import load_stored, load_tile, tile_mask
 
 PADS = tl.constexpr(32)  # rows that a program searches for pads
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ....quant import Codes, Format
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
-from ...common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
-from ...common.rows import align_of, contiguous, cpu_tile, flat_rows
+from ...common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
+from ...common.rows import STRIPE, align_of, contiguous, cpu_tile, flat_rows
 from ..row_map.arguments import RowMap
 from .arguments import (
     PermuteArgs,

@@ -37,7 +37,6 @@ from .arguments import (
     UnpermuteNeeds,
     UnpermuteOutputs,
 )
-from .launch import launch_permute, launch_unpermute, launch_unpermute_backward
 from .reference import permute_reference, to_rows, to_slots, unpermute_backward_reference, unpermute_reference
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -79,6 +78,8 @@ class UnpermuteBackwardOp(
         return a.needs
 
     def launch(self, o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
+        from .launch import launch_unpermute_backward
+
         launch_unpermute_backward(o, a)
 
     def reference(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
@@ -108,6 +109,8 @@ class PermuteOp(
         return PermuteOutputs(a.result.present(), a.probs is not None)  # type: ignore[arg-type]
 
     def launch(self, o: PermuteOutputs, a: PermuteArgs) -> None:
+        from .launch import launch_permute
+
         launch_permute(o, a)
 
     def reference(self, a: PermuteArgs) -> PermuteOutputs:
@@ -151,6 +154,8 @@ class UnpermuteOp(
         return UnpermuteOutputs(True, a.carried is not None)  # type: ignore[arg-type]
 
     def launch(self, o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
+        from .launch import launch_unpermute
+
         launch_unpermute(o, a)
 
     def reference(self, a: UnpermuteArgs) -> UnpermuteOutputs:

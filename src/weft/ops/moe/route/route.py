@@ -51,7 +51,6 @@ from .arguments import (
     Score,
     Weighing,
 )
-from .launch import launch_route, launch_route_backward
 from .reference import route_backward_reference, route_reference
 
 
@@ -144,6 +143,8 @@ class RouteBackwardOp(Op[RouteBackwardArgs, RouteGradients], name="route_backwar
         return RouteGradients(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
     def launch(self, o: RouteGradients, a: RouteBackwardArgs) -> None:
+        from .launch import launch_route_backward
+
         launch_route_backward(o, a)
 
     def reference(self, a: RouteBackwardArgs) -> RouteGradients:
@@ -177,6 +178,8 @@ class RouteOp(
         return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
 
     def launch(self, o: RouteOutputs, a: RouteArgs) -> None:
+        from .launch import launch_route
+
         launch_route(o, a)
 
     def reference(self, a: RouteArgs) -> RouteOutputs:

@@ -27,7 +27,6 @@ from .arguments import (
     RouterLinearNeeds,
     RouterLinearOutputs,
 )
-from .launch import launch_router_linear, launch_router_linear_backward
 from .reference import router_linear_backward_reference, router_linear_reference
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -53,6 +52,8 @@ class RouterLinearBackwardOp(
         return a.needs
 
     def launch(self, o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
+        from .launch import launch_router_linear_backward
+
         launch_router_linear_backward(o, a)
 
     def reference(self, a: RouterLinearBackwardArgs) -> RouterLinearGradients:
@@ -68,6 +69,8 @@ class RouterLinearOp(Op[RouterLinearArgs, RouterLinearOutputs], name="router_lin
         return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
 
     def launch(self, o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
+        from .launch import launch_router_linear
+
         launch_router_linear(o, a)
 
     def reference(self, a: RouterLinearArgs) -> RouterLinearOutputs:

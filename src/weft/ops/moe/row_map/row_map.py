@@ -17,7 +17,6 @@ from torch import Tensor
 from ....runtime import Op, local_rows
 from ...common.checks import INTEGERS, check_input, whole
 from .arguments import RowMap, RowMapArgs, RowMapOutputs
-from .launch import launch_row_map
 from .reference import row_map_reference
 
 
@@ -36,6 +35,8 @@ class RowMapOp(Op[RowMapArgs, RowMapOutputs], name="row_map", variants=4):
         return RowMapOutputs(True, True, True, True, a.masked)  # type: ignore[arg-type]
 
     def launch(self, o: RowMapOutputs, a: RowMapArgs) -> None:
+        from .launch import launch_row_map
+
         launch_row_map(o, a)
 
     def reference(self, a: RowMapArgs) -> RowMapOutputs:

@@ -40,7 +40,6 @@ from .arguments import (
     GatedNormNeeds,
     GatedNormOutputs,
 )
-from .launch import launch_gated_norm, launch_gated_norm_backward
 from .reference import gated_norm_backward_reference, gated_norm_reference
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ class GatedNormBackwardOp(
         return a.needs
 
     def launch(self, o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
+        from .launch import launch_gated_norm_backward
+
         launch_gated_norm_backward(o, a)
 
     def reference(self, a: GatedNormBackwardArgs) -> GatedNormGradients:
@@ -77,6 +78,8 @@ class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", varian
         return GatedNormOutputs(a.result.present(), a.stats)  # type: ignore[arg-type]
 
     def launch(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
+        from .launch import launch_gated_norm
+
         launch_gated_norm(o, a)
 
     def reference(self, a: GatedNormArgs) -> GatedNormOutputs:

@@ -11,8 +11,8 @@ from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
 from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe, tensor_factor
-from ...common.results import FP32_MAX
-from ...common.rows import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
+from ...common.loads import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
+from ...common.passes import FP32_MAX
 from ...common.sums import add_to
 
 

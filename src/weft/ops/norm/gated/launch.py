@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ....quant import Codes, Format
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
-from ...common.copies import STRIPE, cast_mode, copy_arguments, count_stripes, stripe_config
-from ...common.results import make_copies
-from ...common.rows import align_of, contiguous, cpu_tile, tile_warps
+from ...common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
+from ...common.passes import make_copies
+from ...common.rows import STRIPE, align_of, contiguous, cpu_tile, tile_warps
 from ...common.sums import sum_partials
 from ...quantize.launch import quantize_into
 from .arguments import GatedNormArgs, GatedNormBackwardArgs, GatedNormGradients, GatedNormOutputs

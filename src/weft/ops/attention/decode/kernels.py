@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...language import tl, triton
-from ...runtime import kernel
-from ...tiles import decode
-from ..heads.cache import Kept
-from ..heads.layout import Place
-from .pieces import (
+from ....language import tl, triton
+from ....runtime import kernel
+from ....tiles import decode
+from ...heads.cache import Kept
+from ...heads.layout import Place
+from ..pieces import (
     LARGEST,
     LN2,
     LOG2E,

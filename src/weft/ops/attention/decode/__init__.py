@@ -1,0 +1,1 @@
+"""Attention of new tokens over a cache."""

@@ -1,0 +1,224 @@
+"""Attention over caches: the last tokens of sequences, whose keys and values lie in pages.
+
+    token j of sequence s lies in page `page_table[s, j // page_size]`, at place j % page_size
+    query t of T sees the keys j <= lengths[s] - T + t, and with a window only the last of these
+
+The numbers are those of `attention`. Scales of the cache enter in fp32: those of keys multiply scores, those of values
+multiply the weights of their tokens, or, being the same for all tokens, the result. Codes are multiplied as fp16 or
+bf16, in which they are exact; queries are brought near 1 by a power of two first.
+
+A sequence is cut into parts of 512 tokens, each computed by itself, and joined in order:
+
+    largest = max lse_i      y = sum exp(lse_i - largest) y_i / sum exp(lse_i - largest)
+
+so that the bits of a sequence depend neither on the other sequences nor on which pages it has.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ....runtime import Op
+from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ...common.rows import compute_dtype
+from ...heads.cache import LATENT_ROW, KVCache
+from ..attention import Attention
+from ..configs import WIDEST
+from .arguments import DecodeArgs, DecodeOutputs
+from .reference import attention_decode_reference
+
+_LATENT = 576  # numbers of a row of latents in DeepSeek's models
+
+
+_MOST_TOKENS = 2**30  # of a sequence, so that 32 bits hold the token after the last tile too
+
+
+class AttentionDecodeOp(Op[DecodeArgs, DecodeOutputs], name="attention_decode", variants=20):
+    def allocate(self, a: DecodeArgs) -> DecodeOutputs:
+        shape, device = a.query.shape[:3], a.query.device
+        y = torch.empty((*shape, a.v_dim), dtype=a.query.dtype, device=device)
+        return DecodeOutputs(y, torch.empty(shape, dtype=compute_dtype(a.query), device=device))
+
+    def launch(self, o: DecodeOutputs, a: DecodeArgs) -> None:
+        from .launch import launch_attention_decode
+
+        launch_attention_decode(o, a)
+
+    def reference(self, a: DecodeArgs) -> DecodeOutputs:
+        return attention_decode_reference(a)
+
+
+attention_decode_op = AttentionDecodeOp()
+
+
+# ---- public functions -----------------------------------------------------------------------------------
+
+
+@overload
+def attention_decode(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_decode(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | Attention: ...
+
+
+def attention_decode(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | Attention:
+    """Attention of the last tokens of sequences over a paged cache, as `qkv_prepare(cache=...)` fills it.
+
+    query: [sequences, heads, dim], one token of each, or [sequences, queries, heads, dim], its last tokens
+    (speculation, a chunk of a prompt), of which each sees the cache up to itself.
+
+    - `cache`: plain in the dtype of query, or FP8 or int8 with scales. Pages are [pages, page_size, heads, dim]; a
+      cache [slots, heads, dim] has pages of one token.
+    - `page_table` [sequences, pages], int32: the pages of each sequence, in order. Those past its length or before its
+      window may hold anything. A sequence gives NaN if a query sees a key in a page that the cache does not have.
+    - `lengths` [sequences], int32 or int64: tokens of each sequence, those of query among them. A sequence of length 0
+      or less gives zeros, and one whose length exceeds the room of its pages NaN.
+    - `window`: how many keys before its own a query sees. `scale`, `softcap`, `sinks`: as in `attention`.
+    - `return_lse`: an `Attention(out, lse, None)` with lse fp32 [sequences, heads], or [sequences, heads, queries].
+
+    Lengths and pages stay on the device: one CUDA graph serves all of them. The bits of a sequence do not depend on the
+    sequences beside it, nor on where its pages lie. Not differentiable.
+
+    >>> import torch, weft
+    >>> cache = weft.KVCache(torch.randn(8, 16, 2, 64), torch.randn(8, 16, 2, 64))  # 8 pages of 16 tokens
+    >>> table, lengths = torch.tensor([[3, 1], [7, 0]], dtype=torch.int32), torch.tensor([20, 5])
+    >>> weft.attention_decode(torch.randn(2, 4, 64), cache, page_table=table, lengths=lengths).shape
+    torch.Size([2, 4, 64])
+    """
+    v = cache.v if isinstance(cache, KVCache) else None
+    if isinstance(cache, KVCache) and v is None:
+        raise ValueError("the cache has no v: mla_decode is for caches of latents")
+    v_dim = 0 if v is None else v.shape[-1]
+    return _decode(query, cache, page_table, lengths, scale, window, softcap, sinks, return_lse, v_dim)
+
+
+def mla_decode(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    return_lse: bool = False,
+) -> Tensor | Attention:
+    """`attention_decode` over latents (DeepSeek): one row of 576 numbers serves all heads, as key, and its first 512 as
+    value.
+
+    query: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512 numbers)
+    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in
+    uint8 [pages, page_size, 1, 656] (512 codes e4m3, four fp32 scales, 64 numbers in bf16), for queries in bf16.
+    `scale` has no default: it is that of the heads before absorption, 192 ** -0.5 times YaRN's factor, not 576 ** -0.5.
+
+    >>> import torch, weft
+    >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))
+    >>> table, lengths = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([100, 5])
+    >>> weft.mla_decode(torch.randn(2, 16, 576), cache, page_table=table, lengths=lengths, scale=192**-0.5).shape
+    torch.Size([2, 16, 512])
+    """
+    if isinstance(cache, KVCache):
+        if cache.v is not None:
+            raise ValueError("the cache has a v: attention_decode is for caches of keys and values")
+        if cache.k.shape[-2:] != (1, _LATENT) and not cache.has_latent_rows:
+            raise ValueError(
+                f"a cache of latents is [pages, page_size, 1, {_LATENT}], or FlashMLA's rows in uint8 "
+                f"[pages, page_size, 1, {LATENT_ROW}]; got {cache.k.dtype} {tuple(cache.k.shape)}"
+            )
+    return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, 512)
+
+
+def _decode(
+    query: Tensor, cache: KVCache, page_table: Tensor, lengths: Tensor, scale: float | None, window: int | None,
+    softcap: float | None, sinks: Tensor | None, return_lse: bool, v_dim: int,
+) -> Tensor | Attention:  # fmt: skip
+    check_input("query", query)
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a weft.KVCache; got {type(cache).__name__}")
+    k, v = cache.paged()
+    if query.dim() not in (3, 4):
+        raise ValueError(
+            f"query must be [sequences, heads, dim] or [sequences, queries, heads, dim]; got {tuple(query.shape)}"
+        )
+    q = query if query.dim() == 4 else query[:, None]
+    sequences, queries, heads, dim = q.shape
+    numbers = _LATENT if cache.has_latent_rows else k.shape[-1]
+    if k.device != query.device or numbers != dim or heads % k.shape[2]:
+        raise ValueError(
+            f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {numbers} "
+            f"numbers on {k.device}: dims are equal, and heads a multiple"
+        )
+    widest = _LATENT if v is None else WIDEST
+    if max(dim, v_dim) > widest:
+        raise ValueError(f"heads must have at most {widest} numbers; got {max(dim, v_dim)}")
+    wanted = torch.bfloat16 if cache.has_latent_rows else k.dtype
+    if cache.scaled == "none" and wanted != query.dtype:
+        raise ValueError(f"query must be {wanted} for this cache, which has no scales; it is {query.dtype}")
+    check_tensor("page_table", page_table, (torch.int32,), query.device)
+    if page_table.dim() != 2 or page_table.shape[0] != sequences or page_table.stride(1) != 1:
+        raise ValueError(
+            f"page_table must be [{sequences}, pages] with neighbouring entries; got {tuple(page_table.shape)} with "
+            f"strides {page_table.stride()}"
+        )
+    if page_table.shape[1] * k.shape[1] + queries > _MOST_TOKENS:
+        raise ValueError(
+            f"tokens of a sequence are numbered in 32 bits: with its queries, its pages may have room for "
+            f"{_MOST_TOKENS}; {page_table.shape[1]} pages of {k.shape[1]} have more"
+        )
+    check_tensor("lengths", lengths, INTEGERS, query.device, (sequences,))
+    if sinks is not None:
+        check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
+    factor = dim**-0.5 if scale is None else real("scale", scale)
+    if not 0.0 < factor < math.inf:
+        raise ValueError(f"scale must be above 0 and finite; got {factor}. Negate query for a negative one")
+    cap = 0.0 if softcap is None else real("softcap", softcap)
+    if softcap is not None and not 0.0 < cap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
+    left = None if window is None else whole("window", window, 0)
+    found = attention_decode_op(
+        DecodeArgs(
+            q, k, v, cache.k_scale, cache.v_scale, page_table, lengths.contiguous(), sinks, factor, cap, left, v_dim
+        )
+    )  # fmt: skip
+    y, lse = found
+    if query.dim() == 3:
+        y, lse = y[:, 0], lse[:, 0]
+    elif return_lse:
+        lse = lse.transpose(1, 2)
+    return Attention(y, lse, None) if return_lse else y

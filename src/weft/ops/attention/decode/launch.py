@@ -1,0 +1,173 @@
+"""The launches of attention over a cache."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ....quant import Format
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...common.checks import FLOATS
+from ...common.rows import align_of, contiguous
+from ...heads.cache import E4M3, Kept, kept_strides
+from ...heads.layout import Place, Strides, with_neighbours
+from ..configs import WIDEST, Width
+from .arguments import PART, DecodeArgs, DecodeOutputs
+from .forms import Forms
+from .kernels import Counts, Pages, decode_kernel, join_kernel
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """What the code of the kernels is made for. It is a constant of them."""
+
+    m: int  # rows: queries of the heads that share one of keys
+    n: int  # tokens at a time
+    part: int
+    heads: int  # at a time when parts are joined
+    qk: Width
+    v: Width
+    align: int  # widths and strides are multiples of it
+    out_align: int
+    format: Format | None  # of the cache; None for plain numbers
+    keys: str  # the dtype that codes of keys are multiplied in
+    values: str
+    converts: bool  # codes become fp16 in hardware
+    scaled_by_token: bool
+    latent: bool  # values are the first numbers of keys
+    capped: bool
+    whole_pages: bool  # pages have a multiple of n tokens
+    row_format: Format | None = None  # of the codes in FlashMLA's rows, if the cache has such
+    direct: bool = False  # there is one part
+
+
+class _Plan(NamedTuple):
+    decode: BoundLaunch
+    join: BoundLaunch | None
+    parts: int
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+class DecodeConfig(NamedTuple):
+    """A tile has `m` queries, those of the heads that share a key, and `n` tokens of the cache."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+@choice("attention_decode", m=(1, 64), n=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
+def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: Capabilities) -> DecodeConfig:
+    """For `rows` queries of a key, rounded up to a power of two. `kept` is how a cache is: "plain", "codes" with few
+    scales, "tokens" with those of each token, or FlashMLA's "rows"; `latent`: values are part of keys."""
+    if target.is_cpu:
+        return DecodeConfig(min(rows, 16), 128, 4, 1)
+    stages = 1 if target.backend == "hip" else 2
+    if latent:
+        # Rows of codes are decoded in registers, of which twice as many threads have enough, or half as many rows.
+        few = kept == "rows" and target.backend == "hip"
+        return DecodeConfig(16, 16 if few else 32, 8 if kept == "rows" and not few else 4, stages)
+    m = max(16, min(rows, 64))
+    if kept != "plain" and (max(qk, v) > 128 or qk % 16 or v % 16) and target.backend == "cuda":
+        return DecodeConfig(m, 64, 8, stages)  # decoded in registers, as above
+    # Codes are half as many bytes: twice as many tokens keep as much memory busy.
+    return DecodeConfig(m, 128 if kept == "codes" and target.fp8_cast and m == 16 else 64, 4, stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(forms: Forms, target: Capabilities) -> _Plan:
+    forms.check()
+    sequences, queries, heads, dim = forms.query
+    count, page, key_heads, _ = forms.k.shape
+    group, latent = heads // key_heads, forms.v is None
+    coded = forms.format is not None
+    by_token = forms.k_scale is not None and len(forms.k_scale.shape) > 1
+    rows = queries * group
+    kept = "rows" if forms.rows else "tokens" if by_token else "codes" if coded else "plain"
+    m, n, warps, stages = decode_config(_power(rows), dim, forms.v_dim, kept, latent, target)
+    k_at, v_at = (
+        kept_strides(None if cache is None else cache.strides, None if scale is None else scale.strides)
+        for cache, scale in ((forms.k, forms.k_scale), (forms.v, forms.v_scale))
+    )
+    at = Strides(0, *forms.query_strides[:3])
+    half = "fp32" if target.is_cpu else "fp16"
+    # Weights times the scales of tokens may be smaller than fp16 can hold.
+    values = "bf16" if by_token and not target.is_cpu else half
+    tile = DecodeTile(
+        m=m,
+        n=n,
+        part=PART,
+        heads=4 if forms.v_dim <= WIDEST else 2,
+        qk=Width.of(dim),
+        v=Width.of(forms.v_dim),
+        align=align_of(dim, *([] if latent else [forms.v_dim]), *at, *k_at[:3], *v_at[:3], least=4),
+        out_align=align_of(forms.v_dim, least=4),
+        format=forms.format,
+        keys=values if latent else half,
+        values=values,
+        converts=target.fp8_cast or target.fp8_dot,
+        scaled_by_token=by_token,
+        latent=latent,
+        capped=forms.capped,
+        whole_pages=page % n == 0,
+        row_format=E4M3 if forms.rows else None,
+    )
+    parts = max(1, -(-forms.table[1] * page // PART))
+    tile = replace(tile, direct=parts == 1)
+    pages = Pages(None, None, count, page, forms.table[1], forms.table_stride)
+    room = forms.table[1] * page + queries
+    counts = Counts(
+        sequences, queries, heads, group, parts, room if forms.left is None else min(forms.left, room)
+    )
+    _, integers, _ = decode_kernel.arguments(
+        query=Place(None, at),
+        k=Kept(None, None, k_at),
+        v=Kept(None, None, v_at),
+        y_ptr=None,
+        lse_ptr=None,
+        sinks_ptr=None,
+        pages=pages,
+        counts=counts,
+        scores=None,
+    )
+    launch = Launch.of(decode_kernel, num_warps=warps, num_stages=stages, TILE=tile)
+    bound = launch.bind((parts * -(-rows // m) * key_heads * sequences, 1, 1), integers)
+    join = None
+    if parts > 1:
+        _, integers, _ = join_kernel.arguments(
+            part_ptr=None,
+            part_lse_ptr=None,
+            y_ptr=None,
+            lse_ptr=None,
+            sinks_ptr=None,
+            pages=pages,
+            counts=counts,
+        )
+        programs = -(-heads // tile.heads) * queries * sequences
+        join = Launch.of(join_kernel, num_warps=4, TILE=tile).bind((programs, 1, 1), integers)
+    return _Plan(bound, join, parts)
+
+
+def launch_attention_decode(o: DecodeOutputs, a: DecodeArgs) -> None:
+    query, k, v = with_neighbours(a.query), a.k, a.v
+    plan = _planned(Forms.of(a, query), capabilities_of(query.device))
+    y, lse = o.y, o.lse
+    if plan.join is not None:
+        y = torch.empty((plan.parts, *o.y.shape), dtype=torch.float32, device=query.device)
+        lse = torch.empty((plan.parts, *o.lse.shape), dtype=torch.float32, device=query.device)
+    sinks = contiguous(a.sinks)
+    caches = (x if x is None or x.dtype in FLOATS else x.view(torch.uint8) for x in (k, v))
+    k_bytes, v_bytes = caches
+    plan.decode(
+        (query, k_bytes, a.k_scale, v_bytes, a.v_scale, y, lse, sinks, a.page_table, a.lengths),
+        (a.scale, a.softcap),
+    )
+    if plan.join is not None:
+        plan.join((y, lse, o.y, o.lse, sinks, a.page_table, a.lengths))

@@ -1,0 +1,101 @@
+"""The launches over many tensors."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from typing import NamedTuple
+
+import torch
+
+from ...language import tl
+from ...runtime import Capabilities, Launch, Nothing, capabilities_of, choice
+from .arguments import ClipArgs, ReduceArgs, ReduceOutputs
+from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
+from .table import refuse_expanded, shared_memory, table_of
+
+_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+_EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+class ChunkConfig(NamedTuple):
+    """How a chunk is read: `tile` numbers at a time."""
+
+    tile: int
+    num_warps: int
+
+
+@choice("multi_tensor", tile=(128, 16384), num_warps=(1, 16))
+def chunk_config(kernel: str, what: str, itemsize: int, target: Capabilities) -> ChunkConfig:
+    """For the kernels "reduce", "total" and "clip": 16 numbers to each of the 256 threads of an NVIDIA GPU."""
+    return ChunkConfig(512 if target.is_cpu else 4096, 8)
+
+
+@functools.cache
+def _reduce_launch(dtype: torch.dtype, what: str, target: Capabilities) -> Launch:
+    tile, num_warps = chunk_config("reduce", what, dtype.itemsize, target)
+    name = f"int{8 * dtype.itemsize}" if what in ("zeros", "nonfinite") else _ELEMENTS[dtype]
+    return Launch.of(
+        multi_tensor_reduce_kernel,
+        num_warps=num_warps,
+        ELEMENT=getattr(tl, name),
+        EXPONENT=_EXPONENTS[dtype],
+        WHAT=what,
+        TILE=tile,
+    )
+
+
+@functools.cache
+def _total_launch(what: str, target: Capabilities) -> Launch:
+    tile, num_warps = chunk_config("total", what, 4, target)
+    return Launch.of(multi_tensor_total_kernel, num_warps=num_warps, WHAT=what, TILE=tile)
+
+
+@functools.cache
+def _clip_launch(dtype: torch.dtype, target: Capabilities) -> Launch:
+    tile, num_warps = chunk_config("clip", "clip", dtype.itemsize, target)
+    element = getattr(tl, _ELEMENTS[dtype])
+    return Launch.of(multi_tensor_clip_kernel, num_warps=num_warps, ELEMENT=element, TILE=tile)
+
+
+def launch_multi_tensor_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
+    what = a.what
+    table, reached = table_of(a.tensors)
+    device = table.entries.device
+    target = capabilities_of(device)
+    dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
+    partial = torch.empty(table.chunks, dtype=dtype, device=device)
+    for segment in table.segments:
+        _reduce_launch(segment.dtype, what, target)(
+            (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
+        )
+    _total_launch(what, target)((1, 1, 1), (partial, o.total), (table.chunks,))
+
+
+def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
+    table, reached = table_of(a.tensors)
+    if reached is not a.tensors:  # one of them is not contiguous
+        refuse_expanded(a.tensors)
+    if table.overlapping:
+        raise shared_memory()
+    norm = a.norm
+    begins, ends = table.spans
+    address = norm.data_ptr()
+    place = bisect_right(begins, address) - 1
+    if place >= 0 and address < ends[place]:
+        norm = norm.clone()  # it lies in a tensor to be scaled: programs could read it after it was scaled
+    target = capabilities_of(table.entries.device)
+    for segment in table.segments:
+        _clip_launch(segment.dtype, target)(
+            (segment.chunks, 1, 1),
+            (table.entries, norm),
+            (segment.first,),
+            (a.max_norm,),
+            reached=reached,
+        )
+    if reached is not a.tensors:
+        for t, dense in zip(a.tensors, reached, strict=True):
+            if dense is not t:
+                t.copy_(dense)
