@@ -85,6 +85,19 @@ def test_benchmarks_and_bundles_for_gpus_need_neither_numpy_nor_loom() -> None:
     assert printed(f"{without_both}\nimport {imported}") == ("", "")
 
 
+def test_importing_weft_imports_neither_triton_nor_kernels() -> None:
+    """They took a second. The first call that launches a kernel imports them."""
+    program = """
+import sys, torch, weft
+def late():
+    return [m for m in sys.modules if m in ("triton", "weft.lab") or m.startswith("weft.tiles")]
+print(late())
+weft.rms_norm(torch.ones(2, 8))
+print("triton" in late(), "weft.tiles" in late(), "weft.lab" in late())
+"""
+    assert printed(program)[0] == "[]\nTrue True False\n"
+
+
 def test_a_numpy_that_does_not_work_is_reported() -> None:
     broken = """
         if name == "numpy":

@@ -591,7 +591,7 @@ def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatc
             compiled_on.append(current[0])
 
     driver = StubDriver()
-    monkeypatch.setattr(launch, "drivers", SimpleNamespace(active=driver))
+    monkeypatch.setattr(launch.language, "driver", SimpleNamespace(active=driver))
     monkeypatch.setattr(launch, "build", lambda *args, **kwargs: Compiled())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", on_device)
