@@ -27,7 +27,8 @@ def assert_same_copies(got: QTensor, wanted: QTensor) -> None:
     """The bytes of each copy that `wanted` has."""
     for side in ("rowwise", "columnwise"):
         if (copy := getattr(wanted, side)) is not None:
-            for a, b in zip(getattr(got, side), copy, strict=True):
+            assert getattr(got, side).format == copy.format
+            for a, b in zip(getattr(got, side)[:3], copy[:3], strict=True):
                 assert a is b or torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b))), side
 
 
@@ -401,7 +402,8 @@ def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
         if getattr(wanted, side) is None:
             continue
         assert getattr(got, side).data.data_ptr() == getattr(out, side).data.data_ptr()
-        for a, b in zip(getattr(out, side), getattr(wanted, side), strict=True):
+        assert getattr(out, side).format == getattr(wanted, side).format
+        for a, b in zip(getattr(out, side)[:3], getattr(wanted, side)[:3], strict=True):
             assert a is b or torch.equal(a.float(), b.float())
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton_loom.testing import assert_not_worse, words
-from weft.ops.norm.gated.gated.gated import gated_norm_backward_op
 
 import weft
 from tests.catalogue.calls import arguments_of, compiled_variants, opcheck
@@ -24,6 +23,7 @@ from weft.lab.families import Call
 from weft.lab.families.gated_norm import gated_norm_truth
 from weft.lab.truth import near
 from weft.ops.norm.gated.arguments import GatedNormBackwardArgs, GatedNormNeeds
+from weft.ops.norm.gated.gated import gated_norm_backward_op
 from weft.runtime import choosing_for, recording
 
 BF16 = torch.bfloat16
