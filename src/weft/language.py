@@ -7,10 +7,8 @@ by a module of kernels or by the first call. With the stand-ins such a module st
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["INTERPRETED", "OLDEST_TORCH", "TRITON", "driver", "knobs", "tl", "triton"]
 
 OLDEST_TORCH = (2, 12)  # its wheels name the oldest Triton whose launchers Weft calls
-OLDEST_TRITON = (3, 4)  # whose knobs Weft reads; `weft doctor` names the versions that work
 
 
 class _Absent:
@@ -38,35 +35,33 @@ class _Absent:
         return self
 
 
-def _found() -> tuple[bool, bool]:
-    """Whether there is a Triton that Weft can call, and whether it interprets kernels."""
-    if "triton" in sys.modules:
-        knobs = getattr(sys.modules["triton"], "knobs", None)
-        return knobs is not None, knobs is not None and bool(knobs.runtime.interpret)
-    if importlib.util.find_spec("triton") is None:
-        return False, False
-    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("triton"))[:2]))
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
-    return version >= OLDEST_TRITON, version >= OLDEST_TRITON and interpreted
+def _interpreted() -> bool:
+    """Whether Triton interprets kernels: by its knob where it is imported already, else by its variable."""
+    knobs = getattr(sys.modules.get("triton"), "knobs", None)
+    if knobs is not None:
+        return bool(knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
-_CALLABLE, INTERPRETED = _found()
-# Weft's launcher compiles kernels; under TRITON_INTERPRET=1 there is nothing to launch.
-TRITON = _CALLABLE and not INTERPRETED
+# The package may have another name, as ROCm's has, so the module is looked for. Weft's launcher compiles kernels; under
+# TRITON_INTERPRET=1 there is nothing to launch.
+_THERE = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+INTERPRETED = _THERE and _interpreted()
+TRITON = _THERE and not INTERPRETED
 
 
 def __getattr__(name: str) -> Any:
     if name not in ("driver", "knobs", "tl", "triton"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     global TRITON
-    if not _CALLABLE:
+    if not _THERE:
         return _Absent()
     try:
         import triton
         import triton.language as tl
         from triton import knobs
         from triton.runtime import driver
-    except ImportError:  # it is there, but not whole: `weft doctor` says what is missing
+    except ImportError:  # it is broken, or older than 3.4 and without knobs: `weft doctor` says so
         TRITON = False
         return _Absent()
     globals().update(triton=triton, tl=tl, knobs=knobs, driver=driver)

@@ -98,6 +98,22 @@ print("triton" in late(), "weft.tiles" in late(), "weft.lab" in late())
     assert printed(program)[0] == "[]\nTrue True False\n"
 
 
+def test_a_triton_in_a_package_of_another_name_is_used() -> None:
+    """As that of ROCm's wheels is."""
+    program = """
+import importlib.metadata as metadata
+version = metadata.version
+def missing(name):
+    if name == "triton":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = missing
+from weft import language
+print(language.TRITON, language.usable())
+"""
+    assert printed(program)[0] == "True True\n"
+
+
 def test_a_numpy_that_does_not_work_is_reported() -> None:
     broken = """
         if name == "numpy":
