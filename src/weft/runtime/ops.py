@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from operator import is_
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
@@ -105,8 +106,10 @@ class Op(Generic[A, O]):
         """Make the outputs, uninitialized: shapes, dtypes and strides are decided here alone."""
         raise NotImplementedError
 
-    def launch(self, outputs: O, a: A) -> None:
-        """Fill the outputs with Triton kernels."""
+    @cached_property
+    def launch(self) -> Callable[[O, A], None]:
+        """The function of outputs and arguments that fills the outputs with Triton kernels. The first call looks it up,
+        so that `import weft` imports no kernels. An op may also have it as a method."""
         raise NotImplementedError
 
     def reference(self, a: A) -> O:

@@ -73,10 +73,8 @@ class Prover:
             return Solution("proven")
         key = len(seeds), goal.get_id(), *sorted({fact.get_id() for fact in facts})
         if key not in self._solved:
-            self._solved[key] = (
-                self._solve(facts, goal, seeds),
-                (facts, goal),
-            )  # ids are those of what is alive
+            found = self._solve(facts, goal, seeds)
+            self._solved[key] = found, (facts, goal)  # ids are those of what is alive
         return self._solved[key][0]
 
     def _solve(self, facts: Sequence[Bool], goal: Bool, seeds: Sequence[int]) -> Solution:
@@ -227,9 +225,9 @@ class Prover:
             return True
         # Rows from one number of programs to the next: the number is a digit of the counter, whose name hides it.
         spelled = pair.offsets
-        for counter in reversed(self.evaluator.counters):
-            name, meaning = (z3.substitute(e, *pair.twins) for e in counter)
-            spelled = tuple(z3.substitute(offset, counter, (name, meaning)) for offset in spelled)
+        for counter, meaning in reversed(self.evaluator.counters):  # inner loops first
+            theirs = z3.substitute(counter, *pair.twins), z3.substitute(meaning, *pair.twins)
+            spelled = tuple(z3.substitute(offset, (counter, meaning), theirs) for offset in spelled)
         if all(one.eq(other) for one, other in zip(spelled, pair.offsets, strict=True)):
             return False
         return same(known, spelled, programs, pair.twins, self.linear)

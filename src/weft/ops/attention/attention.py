@@ -18,6 +18,8 @@ run. Backward computes p again, once for the gradient of queries and once for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -76,10 +78,11 @@ class AttentionBackwardOp(
     def present(self, a: AttentionBackwardArgs) -> Any:
         return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
 
-    def launch(self, outputs: AttentionGradients, a: AttentionBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[AttentionGradients, AttentionBackwardArgs], None]:
         from .launch import launch_attention_backward
 
-        launch_attention_backward(outputs, a)
+        return launch_attention_backward
 
     def reference(self, a: AttentionBackwardArgs) -> AttentionGradients:
         return attention_backward_reference(a)
@@ -116,10 +119,11 @@ class AttentionOp(
     def present(self, a: AttentionArgs) -> Any:
         return AttentionOutputs(a.result.present(), True, a.return_max)  # type: ignore[arg-type]
 
-    def launch(self, outputs: AttentionOutputs, a: AttentionArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[AttentionOutputs, AttentionArgs], None]:
         from .launch import launch_attention
 
-        launch_attention(outputs, a)
+        return launch_attention
 
     def reference(self, a: AttentionArgs) -> AttentionOutputs:
         return attention_reference(a)

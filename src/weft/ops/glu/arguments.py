@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...quant import Format
 from ..common.groups import Groups
 from ..common.results import Result, ResultOptions
 
@@ -79,3 +80,12 @@ def hidden_of(x: Tensor, layout: str) -> int:
     """Columns of y."""
     cols = x.shape[-1]
     return cols // 2 if layout in ("concat", "interleaved") else cols
+
+
+def in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
+    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
+    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
+    if format.block not in ("1x128", "128x128", "mx"):
+        return False, False
+    crossing = layout == "concat" and hidden % format.group != 0
+    return not crossing, not (crossing and format.block == "128x128")

@@ -29,6 +29,8 @@ a fixed order: the same bits every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
@@ -42,12 +44,14 @@ from ..common.groups import NO_GROUPS, Groups
 from ..common.results import (
     Result,
     ResultOptions,
+    allocate_result,
     check_copies,
     check_made_here,
     plain_result,
     result_into,
     result_options,
 )
+from ..common.rows import empty_like
 from .arguments import (
     NO_RESULT,
     GatedUnit,
@@ -57,6 +61,7 @@ from .arguments import (
     GluNeeds,
     GluOutputs,
     hidden_of,
+    in_one_pass,
 )
 from .reference import glu_backward_reference, glu_reference
 
@@ -79,9 +84,15 @@ def _dequantized_leaf(gradient: Tensor | None, edge: tuple[Any, int]) -> Tensor 
 
 class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward", variants=32):
     def allocate(self, a: GluBackwardArgs) -> GluBackwardOutputs:
-        from .launch import allocate_glu_backward
-
-        return allocate_glu_backward(a)
+        x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
+        return GluBackwardOutputs(
+            allocate_result(a.gradient, x, groups=a.groups) if needs.x else NO_RESULT,
+            allocate_result(a.up_gradient, up, groups=a.groups) if up is not None and needs.up else NO_RESULT,
+            torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+            if probs is not None and needs.probs
+            else None,
+            empty_like(bias) if bias is not None and needs.bias else None,
+        )
 
     def present(self, a: GluBackwardArgs) -> Any:
         there = a.gradient.present()
@@ -92,10 +103,11 @@ class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward"
             a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
         )
 
-    def launch(self, outputs: GluBackwardOutputs, a: GluBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[GluBackwardOutputs, GluBackwardArgs], None]:
         from .launch import launch_glu_backward
 
-        launch_glu_backward(outputs, a)
+        return launch_glu_backward
 
     def reference(self, a: GluBackwardArgs) -> GluBackwardOutputs:
         return glu_backward_reference(a)
@@ -106,17 +118,17 @@ glu_backward_op = GluBackwardOp()
 
 class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
     def allocate(self, a: GluArgs) -> GluOutputs:
-        from .launch import allocate_glu
-
-        return allocate_glu(a)
+        shape = (*a.x.shape[:-1], hidden_of(a.x, a.unit.layout))
+        return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
 
     def present(self, a: GluArgs) -> Any:
         return GluOutputs(a.result.present())
 
-    def launch(self, outputs: GluOutputs, a: GluArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[GluOutputs, GluArgs], None]:
         from .launch import launch_glu
 
-        launch_glu(outputs, a)
+        return launch_glu
 
     def reference(self, a: GluArgs) -> GluOutputs:
         return glu_reference(a)
@@ -436,8 +448,6 @@ def _gradient_options(
     x: Tensor, unit: GatedUnit, groups: Groups, quantize: Format | str, rowwise: bool, columnwise: bool
 ) -> ResultOptions:
     """How the gradients of x and up are quantised, checked."""
-    from .launch import in_one_pass
-
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
     check_made_here(format)

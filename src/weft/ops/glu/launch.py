@@ -13,18 +13,18 @@ from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choic
 from ..common.copies import NO_CODES, cast_mode, copy_arguments, count_stripes
 from ..common.groups import NO_ENDS, GroupEnds, Groups, clear_slots, count_slots
 from ..common.passes import make_copies
-from ..common.results import Result, ResultOptions, allocate_result
-from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, empty_like, row_strides
+from ..common.results import Result, ResultOptions
+from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, row_strides
 from ..common.sums import sum_groups, sum_partials
 from ..quantize.launch import quantize_into
 from .arguments import (
-    NO_RESULT,
     GatedUnit,
     GluArgs,
     GluBackwardArgs,
     GluBackwardOutputs,
     GluOutputs,
     hidden_of,
+    in_one_pass,
 )
 from .kernels import glu_backward_kernel, glu_kernel
 
@@ -241,11 +241,6 @@ class _Call:
         return self.layout, self.unit, known, made, cast_mode(self.target), self.target
 
 
-def allocate_glu(a: GluArgs) -> GluOutputs:
-    shape = (*a.x.shape[:-1], hidden_of(a.x, a.unit.layout))
-    return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
-
-
 class _Glu(_Call):
     """One call of glu: its passes."""
 
@@ -311,27 +306,6 @@ def launch_glu(o: GluOutputs, a: GluArgs) -> None:
 
 
 _PLAIN = _Pass(static=False)
-
-
-def in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
-    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
-    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
-    if format.block not in ("1x128", "128x128", "mx"):
-        return False, False
-    crossing = layout == "concat" and hidden % format.group != 0
-    return not crossing, not (crossing and format.block == "128x128")
-
-
-def allocate_glu_backward(a: GluBackwardArgs) -> GluBackwardOutputs:
-    x, up, probs, bias, needs = a.x, a.up, a.probs, a.bias, a.needs
-    return GluBackwardOutputs(
-        allocate_result(a.gradient, x, groups=a.groups) if needs.x else NO_RESULT,
-        allocate_result(a.up_gradient, up, groups=a.groups) if up is not None and needs.up else NO_RESULT,
-        torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
-        if probs is not None and needs.probs
-        else None,
-        empty_like(bias) if bias is not None and needs.bias else None,
-    )
 
 
 class _Gradient:

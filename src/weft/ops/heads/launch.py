@@ -8,16 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...runtime import BoundLaunch, Capabilities, Launch, Nothing, capabilities_of, choice
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
 from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
-from .arguments import QKV, Prepare, PrepareBackward, PrepareGradients, PrepareQuantized, Quantized
+from .arguments import (
+    QKV,
+    Prepare,
+    PrepareBackward,
+    PrepareCached,
+    PrepareGradients,
+    PrepareQuantized,
+    Quantized,
+    Rope,
+    Rotated,
+)
 from .cache import NO_CACHE, NOT_KEPT, Cache, CacheForms, CacheStrides, coded_strides
 from .kernels import Affine, Grouped, Plan, Sizes, Sums, qkv_backward_kernel, qkv_kernel
-from .layout import Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_of, with_neighbours
-from .norm import Norm
+from .layout import LAYOUTS, Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_of, with_neighbours
+from .norm import NO_NORM, Norm
 
 
 class Code(NamedTuple):
@@ -345,3 +355,17 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     if outputs.bias is not None:
         assert outputs.x is not None
         sum_rows(outputs.x.view(-1, cut.width), outputs.bias)
+
+
+def launch_rope(outputs: Rotated, a: Rope) -> None:
+    """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
+    heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
+    cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
+    prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
+    launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
+
+
+def launch_cached(_: Nothing, a: PrepareCached) -> None:
+    q, k, *more = a.outputs
+    gate = more.pop() if a.cut.gate else None
+    launch_forward(QKV(q, k, more[0] if more else None, gate), a.prepare, cache=Cache.of(a), scaled=a.scaled)

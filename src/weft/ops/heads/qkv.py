@@ -32,6 +32,8 @@ not written in another form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +53,7 @@ from .arguments import (
     PrepareQuantized,
     Quantized,
 )
-from .cache import E4M3, INT8, Cache, KVCache, check_cache, check_slots
+from .cache import E4M3, INT8, KVCache, check_cache, check_slots
 from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from .norm import HeadNorm, check_norm
 from .reference import (
@@ -131,10 +133,11 @@ class QkvPrepareBackwardOp(Op[PrepareBackward, PrepareGradients], name="qkv_prep
     def present(self, a: PrepareBackward) -> Any:
         return a.needs
 
-    def launch(self, outputs: PrepareGradients, a: PrepareBackward) -> None:
+    @cached_property
+    def launch(self) -> Callable[[PrepareGradients, PrepareBackward], None]:
         from .launch import launch_backward
 
-        launch_backward(outputs, a)
+        return launch_backward
 
     def reference(self, a: PrepareBackward) -> PrepareGradients:
         return qkv_prepare_backward_reference(a)
@@ -150,10 +153,11 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
     def present(self, a: Prepare) -> Any:
         return _present(a)
 
-    def launch(self, outputs: QKV, a: Prepare) -> None:
+    @cached_property
+    def launch(self) -> Callable[[QKV, Prepare], None]:
         from .launch import launch_forward
 
-        launch_forward(outputs, a)
+        return launch_forward
 
     def reference(self, a: Prepare) -> QKV:
         return qkv_prepare_reference(a)
@@ -222,15 +226,11 @@ class QkvPrepareCachedOp(Op[PrepareCached, Nothing], name="qkv_prepare_cached", 
     def allocate(self, a: PrepareCached) -> Nothing:
         return Nothing()
 
-    def launch(self, _: Nothing, a: PrepareCached) -> None:
-        from .launch import launch_forward
+    @cached_property
+    def launch(self) -> Callable[[Nothing, PrepareCached], None]:
+        from .launch import launch_cached
 
-        prepare = a.prepare
-        q, k, *more = a.outputs
-        gate = more.pop() if a.cut.gate else None
-        launch_forward(
-            QKV(q, k, more[0] if more else None, gate), prepare, cache=Cache.of(a), scaled=a.scaled
-        )
+        return launch_cached
 
     def reference(self, a: PrepareCached) -> Nothing:
         qkv_prepare_cached_reference(a)
@@ -256,10 +256,11 @@ class QkvPrepareQuantizedOp(Op[PrepareQuantized, Quantized], name="qkv_prepare_q
     def present(self, a: PrepareQuantized) -> Any:
         return Quantized(True, True, True, True, *_present(a.prepare)[2:])  # type: ignore[arg-type]
 
-    def launch(self, outputs: Quantized, a: PrepareQuantized) -> None:
+    @cached_property
+    def launch(self) -> Callable[[Quantized, PrepareQuantized], None]:
         from .launch import launch_quantized
 
-        launch_quantized(outputs, a)
+        return launch_quantized
 
     def reference(self, a: PrepareQuantized) -> Quantized:
         return qkv_prepare_quantized_reference(a)

@@ -10,15 +10,17 @@ Pairs, styles and angles are those of `qkv`. All of it in fp32 with one rounding
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from ...runtime import Backward, Op, Sharding
 from ..common.checks import check_input
 from .angles import Rotation, check_rotation
-from .arguments import QKV, Prepare, Rope, Rotated
-from .layout import LAYOUTS, Cut, Layout, layout_of, shape_of, sizes
-from .norm import NO_NORM
+from .arguments import Rope, Rotated
+from .layout import LAYOUTS, Layout, layout_of, shape_of, sizes
 from .reference import rope_reference
 from .sharding import shard_rope
 
@@ -29,14 +31,11 @@ class RopeOp(Op[Rope, Rotated], name="rope", variants=64):
         shape = shape_of(a.out_layout, batch, tokens, a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1])
         return Rotated(torch.empty(*shape, dtype=a.x.dtype, device=a.x.device))
 
-    def launch(self, outputs: Rotated, a: Rope) -> None:
-        """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
-        from .launch import launch_forward
+    @cached_property
+    def launch(self) -> Callable[[Rotated, Rope], None]:
+        from .launch import launch_rope
 
-        heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
-        cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
-        prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)
-        launch_forward(QKV(outputs.y, None, None, None), prepare, inverse=a.inverse)  # type: ignore[arg-type]
+        return launch_rope
 
     def reference(self, a: Rope) -> Rotated:
         return rope_reference(a)

@@ -18,7 +18,8 @@ threads:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,11 @@ class MultiTensorReduceOp(Op[ReduceArgs, ReduceOutputs], name="multi_tensor_redu
     def allocate(self, a: ReduceArgs) -> ReduceOutputs:
         return allocate_reduce(a)
 
-    def launch(self, o: ReduceOutputs, a: ReduceArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[ReduceOutputs, ReduceArgs], None]:
         from .launch import launch_multi_tensor_reduce
 
-        launch_multi_tensor_reduce(o, a)
+        return launch_multi_tensor_reduce
 
     def reference(self, a: ReduceArgs) -> ReduceOutputs:
         return multi_tensor_reduce_reference(a)
@@ -54,10 +56,11 @@ class MultiTensorClipOp(Op[ClipArgs, Nothing], name="multi_tensor_clip", variant
     def allocate(self, a: ClipArgs) -> Nothing:
         return Nothing()
 
-    def launch(self, _: Nothing, a: ClipArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[Nothing, ClipArgs], None]:
         from .launch import launch_multi_tensor_clip
 
-        launch_multi_tensor_clip(_, a)
+        return launch_multi_tensor_clip
 
     def reference(self, a: ClipArgs) -> Nothing:
         return multi_tensor_clip_reference(a)

@@ -12,19 +12,7 @@ from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.passes import make_copies
-from ..common.results import allocate_result
-from ..common.rows import (
-    STRIPE,
-    align_of,
-    contiguous,
-    count_rows,
-    cpu_tile,
-    empty_like,
-    empty_where,
-    one_stride,
-    row_strides,
-    tile_warps,
-)
+from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, one_stride, row_strides, tile_warps
 from ..common.sums import sum_partials
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
 from .kernels import Programs, norm_backward_kernel, norm_kernel, norm_stripe_kernel
@@ -63,21 +51,6 @@ def backward_config(cols: int, target: Capabilities) -> RowConfig:
     # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
     # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
     return RowConfig(rows, tile, tile_warps(rows * tile * (2 if loop else 1), target))
-
-
-def allocate_norm(a: NormArgs) -> NormOutputs:
-    x = a.x
-    residual = rstd = mean = None
-    if a.keeps_h:
-        residual = empty_like(x, a.h_dtype)
-    if a.stats:
-        rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(rstd) if a.kind == "layer" else None
-    return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
-
-
-def present(a: NormArgs) -> NormOutputs:
-    return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
 
 class _Operands(NamedTuple):
@@ -321,14 +294,6 @@ class _Quantized:
             (self.a.weight_offset,),
         )
         return partials
-
-
-def allocate_norm_backward(a: NormBackwardArgs) -> NormGradients:
-    like = (None, a.weight, a.bias, a.scale, a.scale, None, a.residual_gate, a.pre_bias)
-    return NormGradients(*empty_where(a.needs, like))._replace(
-        x=empty_like(a.h, a.x_dtype) if a.needs.x else None,
-        residual=empty_like(a.h, a.residual_dtype) if a.needs.residual else None,
-    )
 
 
 class _BackwardLayout(NamedTuple):

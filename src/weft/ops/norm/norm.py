@@ -25,6 +25,8 @@ steps are passed straight through.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +44,8 @@ from ..common.checks import (
     real,
     unexpected,
 )
-from ..common.results import result_into, result_options
+from ..common.results import allocate_result, result_into, result_options
+from ..common.rows import count_rows, empty_like, empty_where
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormNeeds, NormOutputs
 from .reference import norm_backward_reference, norm_reference
 from .signatures import Modulation, NormResult, norm_like
@@ -79,17 +82,20 @@ def _sample_dims(part: Tensor | None) -> str:
 
 class NormBackwardOp(Op[NormBackwardArgs, NormGradients], name="norm_backward", variants=32):
     def allocate(self, a: NormBackwardArgs) -> NormGradients:
-        from .launch import allocate_norm_backward
-
-        return allocate_norm_backward(a)
+        like = (None, a.weight, a.bias, a.scale, a.scale, None, a.residual_gate, a.pre_bias)
+        return NormGradients(*empty_where(a.needs, like))._replace(
+            x=empty_like(a.h, a.x_dtype) if a.needs.x else None,
+            residual=empty_like(a.h, a.residual_dtype) if a.needs.residual else None,
+        )
 
     def present(self, a: NormBackwardArgs) -> Any:
         return a.needs
 
-    def launch(self, outputs: NormGradients, a: NormBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[NormGradients, NormBackwardArgs], None]:
         from .launch import launch_norm_backward
 
-        launch_norm_backward(outputs, a)
+        return launch_norm_backward
 
     def reference(self, a: NormBackwardArgs) -> NormGradients:
         return norm_backward_reference(a)
@@ -100,19 +106,23 @@ norm_backward_op = NormBackwardOp()
 
 class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable=("result_y", "residual")):
     def allocate(self, a: NormArgs) -> NormOutputs:
-        from .launch import allocate_norm
-
-        return allocate_norm(a)
+        x = a.x
+        residual = rstd = mean = None
+        if a.keeps_h:
+            residual = empty_like(x, a.h_dtype)
+        if a.stats:
+            rstd = torch.empty(count_rows(x), dtype=torch.float32, device=x.device)
+            mean = torch.empty_like(rstd) if a.kind == "layer" else None
+        return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
 
     def present(self, a: NormArgs) -> Any:
-        from .launch import present
+        return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
 
-        return present(a)
-
-    def launch(self, outputs: NormOutputs, a: NormArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[NormOutputs, NormArgs], None]:
         from .launch import launch_norm
 
-        launch_norm(outputs, a)
+        return launch_norm
 
     def reference(self, a: NormArgs) -> NormOutputs:
         return norm_reference(a)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -141,10 +142,11 @@ class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", va
     def present(self, a: GroupedArgs) -> Any:
         return ProductOutputs(a.result.present())
 
-    def launch(self, outputs: ProductOutputs, a: GroupedArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[ProductOutputs, GroupedArgs], None]:
         from .launch import launch_grouped
 
-        launch_grouped(outputs, a)
+        return launch_grouped
 
     def reference(self, a: GroupedArgs) -> ProductOutputs:
         """The definition."""
@@ -205,10 +207,11 @@ class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", varian
     def present(self, a: WgradArgs) -> Any:
         return ProductOutputs(a.result.present())
 
-    def launch(self, outputs: ProductOutputs, a: WgradArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[ProductOutputs, WgradArgs], None]:
         from .launch import launch_wgrad
 
-        launch_wgrad(outputs, a)
+        return launch_wgrad
 
     def reference(self, a: WgradArgs) -> ProductOutputs:
         """The definition."""

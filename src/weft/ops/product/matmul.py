@@ -23,6 +23,8 @@ A quantised result is made of y rounded to its dtype, so that it has the bytes o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -96,10 +98,11 @@ class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
     def present(self, a: MatmulArgs) -> Any:
         return ProductOutputs(a.result.present())
 
-    def launch(self, outputs: ProductOutputs, a: MatmulArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[ProductOutputs, MatmulArgs], None]:
         from .launch import launch_matmul
 
-        launch_matmul(outputs, a)
+        return launch_matmul
 
     def reference(self, a: MatmulArgs) -> ProductOutputs:
         """The definition."""

@@ -15,6 +15,8 @@ Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -43,10 +45,11 @@ class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32
     def present(self, a: QuantizeArgs) -> Any:
         return QuantizeOutputs(a.result.present())
 
-    def launch(self, outputs: QuantizeOutputs, a: QuantizeArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[QuantizeOutputs, QuantizeArgs], None]:
         from .launch import launch_quantize
 
-        launch_quantize(outputs, a)
+        return launch_quantize
 
     def reference(self, a: QuantizeArgs) -> QuantizeOutputs:
         return quantize_reference(a)
@@ -86,10 +89,11 @@ class DequantizeOp(Op[DequantizeArgs, DequantizeOutputs], name="dequantize", var
     def allocate(self, a: DequantizeArgs) -> DequantizeOutputs:
         return DequantizeOutputs(torch.empty((a.data.shape[0], a.cols), dtype=a.dtype, device=a.data.device))
 
-    def launch(self, outputs: DequantizeOutputs, a: DequantizeArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[DequantizeOutputs, DequantizeArgs], None]:
         from .launch import launch_dequantize
 
-        launch_dequantize(outputs, a)
+        return launch_dequantize
 
     def reference(self, a: DequantizeArgs) -> DequantizeOutputs:
         return DequantizeOutputs(dequantize_copy(Codes(*a[:4]), (a.data.shape[0], a.cols), a.dtype))

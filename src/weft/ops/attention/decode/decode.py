@@ -17,6 +17,8 @@ so that the bits of a sequence depend neither on the other sequences nor on whic
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -43,10 +45,11 @@ class AttentionDecodeOp(Op[DecodeArgs, DecodeOutputs], name="attention_decode", 
         y = torch.empty((*shape, a.v_dim), dtype=a.query.dtype, device=device)
         return DecodeOutputs(y, torch.empty(shape, dtype=compute_dtype(a.query), device=device))
 
-    def launch(self, o: DecodeOutputs, a: DecodeArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[DecodeOutputs, DecodeArgs], None]:
         from .launch import launch_attention_decode
 
-        launch_attention_decode(o, a)
+        return launch_attention_decode
 
     def reference(self, a: DecodeArgs) -> DecodeOutputs:
         return attention_decode_reference(a)

@@ -28,6 +28,8 @@ read; their results and their gradient are zero.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -81,12 +83,10 @@ def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
 def _overwrite(a: CrossEntropyBackwardArgs) -> Tensor:
     """Write the gradient over the logits, and mark them as changed for autograd. A node that saved the logits for its
     own backward then raises autograd's error about an in-place operation, rather than compute wrong numbers."""
-    from .launch import launch_cross_entropy_backward
-
     logits = a.logits.detach()
     a = a._replace(logits=logits)
     if cross_entropy_backward_op.serves(logits):
-        launch_cross_entropy_backward(LogitsGradient(logits), a)
+        cross_entropy_backward_op.launch(LogitsGradient(logits), a)
     else:
         logits.copy_(cross_entropy_backward_reference(a).logits)
     torch.autograd.graph.increment_version(logits)
@@ -99,10 +99,11 @@ class CrossEntropyBackwardOp(
     def allocate(self, a: CrossEntropyBackwardArgs) -> LogitsGradient:
         return LogitsGradient(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
-    def launch(self, outputs: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[LogitsGradient, CrossEntropyBackwardArgs], None]:
         from .launch import launch_cross_entropy_backward
 
-        launch_cross_entropy_backward(outputs, a)
+        return launch_cross_entropy_backward
 
     def reference(self, a: CrossEntropyBackwardArgs) -> LogitsGradient:
         return cross_entropy_backward_reference(a)
@@ -140,10 +141,11 @@ class CrossEntropyOp(
         there = (True, True, wanted.entropy, wanted.accuracy, True, True, mean, wanted.spread)
         return CrossEntropyOutputs(*there)  # type: ignore[arg-type]
 
-    def launch(self, o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[CrossEntropyOutputs, CrossEntropyArgs], None]:
         from .launch import launch_cross_entropy
 
-        launch_cross_entropy(o, a)
+        return launch_cross_entropy
 
     def reference(self, a: CrossEntropyArgs) -> CrossEntropyOutputs:
         return cross_entropy_reference(a)
@@ -173,10 +175,11 @@ class CrossEntropyStatisticsOp(Op[StatisticsArgs, Statistics], name="cross_entro
     def allocate(self, a: StatisticsArgs) -> Statistics:
         return Statistics.allocate(a.target, compute_dtype(a.logits), a.wanted)
 
-    def launch(self, o: Statistics, a: StatisticsArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[Statistics, StatisticsArgs], None]:
         from .launch import launch_cross_entropy_statistics
 
-        launch_cross_entropy_statistics(o, a)
+        return launch_cross_entropy_statistics
 
     def reference(self, a: StatisticsArgs) -> Statistics:
         return cross_entropy_statistics_reference(a)
@@ -197,10 +200,11 @@ class ShardedLogprobsOp(
     def present(self, a: ShardedArgs) -> Any:
         return TokenResults.present(a.wanted)
 
-    def launch(self, o: TokenResults, a: ShardedArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[TokenResults, ShardedArgs], None]:
         from .launch import launch_sharded_logprobs
 
-        launch_sharded_logprobs(o, a)
+        return launch_sharded_logprobs
 
     def reference(self, a: ShardedArgs) -> TokenResults:
         return sharded_logprobs_reference(a)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..statistics import Softmax, TokenResults, Wanted
@@ -72,3 +73,7 @@ class LinearBackwardArgs(NamedTuple):
 
 
 AnyHeadArgs = LinearStatisticsArgs | LinearLogprobsArgs | LinearBackwardArgs
+
+
+def new_order(target: Tensor) -> Tensor:
+    return torch.empty(target.numel() + 1, dtype=torch.int32, device=target.device)

@@ -19,6 +19,7 @@ from .arguments import (
     LinearLogprobsArgs,
     LinearLogprobsOutputs,
     LinearStatisticsArgs,
+    new_order,
 )
 from .kernels import (
     linear_dhidden_kernel,
@@ -112,10 +113,6 @@ def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int,
     splits = min(pieces, max(1, -(-4 * target.multiprocessors // tiles)))
     span = -(-pieces // splits)
     return -(-pieces // span), span * tile
-
-
-def new_order(target: Tensor) -> Tensor:
-    return torch.empty(target.numel() + 1, dtype=torch.int32, device=target.device)
 
 
 def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:

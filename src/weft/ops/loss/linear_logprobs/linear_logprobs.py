@@ -37,6 +37,8 @@ number. The others are neither read nor multiplied; their results and their grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -55,6 +57,7 @@ from .arguments import (
     LinearLogprobsArgs,
     LinearLogprobsOutputs,
     LinearStatisticsArgs,
+    new_order,
 )
 from .reference import (
     linear_logprobs_backward_reference,
@@ -80,10 +83,11 @@ class LinearLogprobsBackwardOp(
     def present(self, a: LinearBackwardArgs) -> Any:
         return a.needs
 
-    def launch(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[HeadGradients, LinearBackwardArgs], None]:
         from .launch import launch_linear_logprobs_backward
 
-        launch_linear_logprobs_backward(o, a)
+        return launch_linear_logprobs_backward
 
     def reference(self, a: LinearBackwardArgs) -> HeadGradients:
         return linear_logprobs_backward_reference(a)
@@ -99,10 +103,11 @@ class LinearStatisticsOp(Op[LinearStatisticsArgs, Statistics], name="linear_stat
     def allocate(self, a: LinearStatisticsArgs) -> Statistics:
         return Statistics.allocate(a.target, compute_dtype(a.hidden), a.wanted)
 
-    def launch(self, o: Statistics, a: LinearStatisticsArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[Statistics, LinearStatisticsArgs], None]:
         from .launch import launch_linear_statistics
 
-        launch_linear_statistics(o, a)
+        return launch_linear_statistics
 
     def reference(self, a: LinearStatisticsArgs) -> Statistics:
         return linear_statistics_reference(a)
@@ -121,18 +126,17 @@ class LinearLogprobsOp(
         return check_labels(a.target, a.softmax)
 
     def allocate(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
-        from .launch import new_order
-
         tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
         return LinearLogprobsOutputs(tokens, new_order(a.target))
 
     def present(self, a: LinearLogprobsArgs) -> Any:
         return LinearLogprobsOutputs(TokenResults.present(a.wanted), True)  # type: ignore[arg-type]
 
-    def launch(self, o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[LinearLogprobsOutputs, LinearLogprobsArgs], None]:
         from .launch import launch_linear_logprobs
 
-        launch_linear_logprobs(o, a)
+        return launch_linear_logprobs
 
     def reference(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
         return linear_logprobs_reference(a)

@@ -15,6 +15,8 @@ as they are, and pads get the code 0 with the scale 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import torch
@@ -77,10 +79,11 @@ class UnpermuteBackwardOp(
     def present(self, a: UnpermuteBackwardArgs) -> Any:
         return a.needs
 
-    def launch(self, o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[UnpermuteGradients, UnpermuteBackwardArgs], None]:
         from .launch import launch_unpermute_backward
 
-        launch_unpermute_backward(o, a)
+        return launch_unpermute_backward
 
     def reference(self, a: UnpermuteBackwardArgs) -> UnpermuteGradients:
         return unpermute_backward_reference(a)
@@ -108,10 +111,11 @@ class PermuteOp(
     def present(self, a: PermuteArgs) -> Any:
         return PermuteOutputs(a.result.present(), a.probs is not None)  # type: ignore[arg-type]
 
-    def launch(self, o: PermuteOutputs, a: PermuteArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[PermuteOutputs, PermuteArgs], None]:
         from .launch import launch_permute
 
-        launch_permute(o, a)
+        return launch_permute
 
     def reference(self, a: PermuteArgs) -> PermuteOutputs:
         return permute_reference(a)
@@ -153,10 +157,11 @@ class UnpermuteOp(
     def present(self, a: UnpermuteArgs) -> Any:
         return UnpermuteOutputs(True, a.carried is not None)  # type: ignore[arg-type]
 
-    def launch(self, o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[UnpermuteOutputs, UnpermuteArgs], None]:
         from .launch import launch_unpermute
 
-        launch_unpermute(o, a)
+        return launch_unpermute
 
     def reference(self, a: UnpermuteArgs) -> UnpermuteOutputs:
         return unpermute_reference(a)

@@ -32,7 +32,9 @@ added up in order: every run gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -142,10 +144,11 @@ class RouteBackwardOp(Op[RouteBackwardArgs, RouteGradients], name="route_backwar
     def allocate(self, a: RouteBackwardArgs) -> RouteGradients:
         return RouteGradients(torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device))
 
-    def launch(self, o: RouteGradients, a: RouteBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[RouteGradients, RouteBackwardArgs], None]:
         from .launch import launch_route_backward
 
-        launch_route_backward(o, a)
+        return launch_route_backward
 
     def reference(self, a: RouteBackwardArgs) -> RouteGradients:
         return route_backward_reference(a)
@@ -177,10 +180,11 @@ class RouteOp(
     def present(self, a: RouteArgs) -> Any:
         return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
 
-    def launch(self, o: RouteOutputs, a: RouteArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[RouteOutputs, RouteArgs], None]:
         from .launch import launch_route
 
-        launch_route(o, a)
+        return launch_route
 
     def reference(self, a: RouteArgs) -> RouteOutputs:
         return route_reference(a)

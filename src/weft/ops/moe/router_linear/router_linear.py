@@ -13,6 +13,8 @@ partial sums, which are added up in order: every run gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,10 +53,11 @@ class RouterLinearBackwardOp(
     def present(self, a: RouterLinearBackwardArgs) -> Any:
         return a.needs
 
-    def launch(self, o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[RouterLinearGradients, RouterLinearBackwardArgs], None]:
         from .launch import launch_router_linear_backward
 
-        launch_router_linear_backward(o, a)
+        return launch_router_linear_backward
 
     def reference(self, a: RouterLinearBackwardArgs) -> RouterLinearGradients:
         return router_linear_backward_reference(a)
@@ -68,10 +71,11 @@ class RouterLinearOp(Op[RouterLinearArgs, RouterLinearOutputs], name="router_lin
         shape = (*a.x.shape[:-1], a.weight.shape[0])
         return RouterLinearOutputs(torch.empty(*shape, dtype=torch.float32, device=a.x.device))
 
-    def launch(self, o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[RouterLinearOutputs, RouterLinearArgs], None]:
         from .launch import launch_router_linear
 
-        launch_router_linear(o, a)
+        return launch_router_linear
 
     def reference(self, a: RouterLinearArgs) -> RouterLinearOutputs:
         return router_linear_reference(a)

@@ -9,6 +9,8 @@ expert's region has a multiple of `align` rows. Everything that moves rows follo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,10 +36,11 @@ class RowMapOp(Op[RowMapArgs, RowMapOutputs], name="row_map", variants=4):
     def present(self, a: RowMapArgs) -> Any:
         return RowMapOutputs(True, True, True, True, a.masked)  # type: ignore[arg-type]
 
-    def launch(self, o: RowMapOutputs, a: RowMapArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[RowMapOutputs, RowMapArgs], None]:
         from .launch import launch_row_map
 
-        launch_row_map(o, a)
+        return launch_row_map
 
     def reference(self, a: RowMapArgs) -> RowMapOutputs:
         return row_map_reference(a)

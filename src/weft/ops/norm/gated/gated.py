@@ -22,6 +22,8 @@ forward multiplies them, and dx the exact z.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -55,10 +57,11 @@ class GatedNormBackwardOp(
     def present(self, a: GatedNormBackwardArgs) -> Any:
         return a.needs
 
-    def launch(self, o: GatedNormGradients, a: GatedNormBackwardArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[GatedNormGradients, GatedNormBackwardArgs], None]:
         from .launch import launch_gated_norm_backward
 
-        launch_gated_norm_backward(o, a)
+        return launch_gated_norm_backward
 
     def reference(self, a: GatedNormBackwardArgs) -> GatedNormGradients:
         return gated_norm_backward_reference(a)
@@ -77,10 +80,11 @@ class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", varian
     def present(self, a: GatedNormArgs) -> Any:
         return GatedNormOutputs(a.result.present(), a.stats)  # type: ignore[arg-type]
 
-    def launch(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
+    @cached_property
+    def launch(self) -> Callable[[GatedNormOutputs, GatedNormArgs], None]:
         from .launch import launch_gated_norm
 
-        launch_gated_norm(o, a)
+        return launch_gated_norm
 
     def reference(self, a: GatedNormArgs) -> GatedNormOutputs:
         return gated_norm_reference(a)
