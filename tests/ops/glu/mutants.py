@@ -117,7 +117,7 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("gradient without the bias", "glu_backward_kernel", "_load_biased(\n                inputs, bias,", "_load_biased(\n                inputs, None,", (BIAS,)),
     ("codes of all slots in one place", "glu_backward_kernel", "copy_t = _from_slot(copy_t, first, ", "copy_t = _from_slot(copy_t, 0 * first, ", (SLOTS,)),
     ("dup's scales of all slots in one place", "glu_backward_kernel", "_from_slot(up_copy_t, first, block, ", "_from_slot(up_copy_t, first, 0 * block, ", (SLOTS,)),
-    ("row-wise copy where blocks meet", f"{GLU}:in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
+    ("row-wise copy where blocks meet", "ops/glu/arguments.py:in_one_pass", "return not crossing,", "return True,", (f"{G}test_quantized_gradients[1x128]",)),
 ]  # fmt: skip
 
 SUMS = "ops/common/sums.py"

@@ -162,7 +162,7 @@ _STRIPE: list[tuple[Any, ...]] = [
 _BACKWARD: list[tuple[Any, ...]] = [
     ("sum not added up again", "_gradient_of_z", "z += v", "z += 0.0 * v", (UNROUNDED,)),
     ("sum added up without the gate", "_gradient_of_z", "v *= load_tile(", "v *= 1.0 + 0.0 * load_tile(", (f"{N}test_size_of_an_unrounded_sum[5-1100]",)),
-    ("gradient of the residual in x's dtype", f"{LAUNCH}:allocate_norm_backward", "empty_like(a.h, a.residual_dtype)", "empty_like(a.h, a.x_dtype)", (WIDE,)),
+    ("gradient of the residual in x's dtype", "ops/norm/norm.py:NormBackwardOp.allocate", "empty_like(a.h, a.residual_dtype)", "empty_like(a.h, a.x_dtype)", (WIDE,)),
     ("one gradient for two dtypes", f"{OP}:NormOp.backward", " and kept.x_dtype is kept.residual_dtype", "", (WIDE,)),
     ("upstream gradient of ones", "_gradient_of_z", "d = dy\n", "d = dy * 0.0 + 1.0\n", (LAYER,)),
     ("upstream gradient read without a mask", "_gradient_of_z", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)", "dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], None)", (BY_SAMPLE,)),
