@@ -55,6 +55,13 @@ def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK, seed: int = 0) -> 
     return _checked(_solver(z3.Solver, asserted, effort, seed))
 
 
+def solve(facts: Sequence[Any], effort: int = QUICK) -> Solution:
+    """A solution of facts as the "counterexample", or "proven" if there is none. Not by z3's core alone: solutions of
+    that resemble each other, and several stores' writers were not guessed from them."""
+    context = z3.Context()
+    return _checked(_solver(z3.Solver, [fact.translate(context) for fact in facts], effort))
+
+
 def _solver(kind: Any, facts: Sequence[Any], effort: int, seed: int = 0) -> Any:
     """A solver that knows some facts, all of one context."""
     solver = kind(ctx=facts[0].ctx)
@@ -86,7 +93,7 @@ class Search:
     def __init__(self, facts: Iterable[Any], effort: int = QUICK) -> None:
         context = z3.Context()
         known = [z3.BoolVal(True, context), *(fact.translate(context) for fact in facts)]
-        self._solver = _solver(z3.SimpleSolver, known, effort)
+        self._solver = _solver(z3.Solver, known, effort)
 
     def with_(self, wishes: Iterable[Any]) -> Solution:
         """Whether facts and wishes contradict each other: "proven", or a solution as the "counterexample"."""
@@ -159,5 +166,6 @@ __all__ = [
     "ask",
     "decide",
     "persist",
+    "solve",
     "z3",
 ]

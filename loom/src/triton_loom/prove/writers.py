@@ -21,7 +21,7 @@ from .evaluate import Evaluator
 from .obligations import Access
 from .races import Second, iterations
 from .scope import Division, integer
-from .solver import QUICK, Search, Solution, ask, z3
+from .solver import QUICK, Search, Solution, solve, z3
 from .values import Place
 
 Binding = list[
@@ -295,7 +295,7 @@ def _samples(store: Store, shared: Sequence[Bool], sizes: Sequence[Sizes]) -> It
             first = max(0, count - draw.randrange(1, 9)) if last else draw.randrange(max(1, count))
             windows.append(z3.And(i >= first, i <= first + count // 8))
         while True:
-            answer = ask([*facts, *windows], z3.BoolVal(False), _EFFORT)
+            answer = solve([*facts, *windows], _EFFORT)
             if answer.verdict == "counterexample":
                 yield answer
             if answer.verdict == "counterexample" or not windows:
