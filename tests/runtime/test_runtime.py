@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import importlib
@@ -472,6 +473,30 @@ def test_the_arguments_of_a_struct_in_order() -> None:
         (3, 4),
         (),
     )
+
+
+def test_a_bound_launch_takes_integers_first_and_tensors_later() -> None:
+    x, y, bias = torch.randn(3, 50), torch.empty(3, 50), torch.randn(50)
+    bound = Launch.of(struct_kernel, TILE=64).bind((3, 1, 1), x=x.stride(0), count=50, y=y.stride(0))
+    assert bound.integers == (50, 50, 50)
+    given = struct_kernel.tensors(x=x, y=(y, 2.0, bias), offset=1.0)
+    assert given == ((x, y, bias, None), (2.0, 1.0)), "a pointer that is not given"
+    bound(*given)
+    assert torch.equal(y, x * 2.0 + 1.0 + bias)
+    with pytest.raises(TypeError, match=r"struct_kernel\.tensors\(\) .*'offset'"):
+        struct_kernel.tensors(x=x, y=(y, 2.0, bias))
+    with pytest.raises(TypeError, match=r"struct_kernel\.integers\(\) .*'count'"):
+        Launch.of(struct_kernel, TILE=64).bind((3, 1, 1), x=50, y=50)
+
+
+def test_ops_launch_by_name() -> None:
+    """No tuples of pointers and integers in the order of a kernel's parameters."""
+    for path in sorted((PACKAGE / "ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), second, *_]):
+                    by_name = ast.unparse(second).endswith(")") and ".arguments(" in ast.unparse(second)
+                    assert by_name, f"{path}:{node.lineno}"
 
 
 def test_arguments_by_the_wrong_name() -> None:

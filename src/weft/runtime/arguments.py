@@ -66,24 +66,32 @@ class Parameters:
         # Whether the kernel's parameters are the leaves in this order.
         self.is_flat = self.leaves == self.members
 
-    def maker(self) -> Callable[..., Flat]:
-        """A function from the arguments by name to the pointers, integers and floats of a launch.
+    def maker(self, name: str, *kinds: type) -> Callable[..., Any]:
+        """A function from the arguments by name to what a launch takes of these kinds: the pointers (`Tensor`), the
+        integers and the floats, a tuple of each; of one kind, this tuple.
 
-        It is generated code, as in NamedTuples, since looking at annotations would take too long in every launch. None
-        in place of a struct stands for one whose pointers are None and whose numbers are 0.
+        It is generated code, as in NamedTuples, since looking at annotations would take too long in every launch. What
+        has nothing but pointers may be left out, and they are None. None in place of a struct stands for one whose
+        pointers are None and whose numbers are 0. A struct that has other kinds, too, is given without them: as a tuple
+        of what is left, or as the one member that is left.
         """
-        lines = [f"def arguments(*, {', '.join(member.name for member in self.members)}):"]
+        parameters, apart = [], []
         for member in self.members:
+            given = _only(member, kinds)
+            if given is None:
+                continue
+            optional = all(leaf.kind is Tensor for leaf in _leaves((given,)))
+            parameters.append(f"{member.name}=None" if optional else member.name)
             if isinstance(member, Struct):
-                lines.append(
-                    f"    {_pattern(member)} = {_absent(member)} if {member.name} is None else {member.name}"
+                apart.append(
+                    f"    {_pattern(given)} = {_absent(given)} if {member.name} is None else {member.name}"
                 )
-        groups = [
-            "".join(f"{leaf.variable}, " for leaf in self.leaves if leaf.kind is kind)
-            for kind in (Tensor, int, float)
-        ]
-        lines.append(f"    return {', '.join(f'({group})' for group in groups)}")
-        return generated("\n".join(lines), f"{self.kernel}.arguments")
+        packed = (
+            f"({''.join(f'{leaf.variable}, ' for leaf in self.leaves if leaf.kind is kind)})"
+            for kind in kinds
+        )
+        lines = [f"def {name}(*, {', '.join(parameters)}):", *apart, f"    return {', '.join(packed)}"]
+        return generated("\n".join(lines), f"{self.kernel}.{name}")
 
     def nesting(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A launcher that takes the arguments flat and calls `run`, which takes structs as tuples."""
@@ -160,6 +168,16 @@ def _pattern(member: Leaf | Struct, known: Mapping[str, str] = MappingProxyType(
             return known[member.name]
         return f"({''.join(f'{_pattern(inner, known)}, ' for inner in member.members)})"
     return member.variable
+
+
+def _only(member: Leaf | Struct, kinds: tuple[type, ...]) -> Leaf | Struct | None:
+    """What a member has of these kinds: a struct, the one member of it that is left, or None."""
+    if isinstance(member, Leaf):
+        return member if member.kind in kinds else None
+    left = tuple(inner for each in member.members if (inner := _only(each, kinds)) is not None)
+    if len(left) < 2 and left != member.members:
+        return left[0] if left else None
+    return Struct(member.name, member.cls, left)
 
 
 def _absent(member: Leaf | Struct) -> str:

@@ -64,7 +64,17 @@ class Kernel:
     def arguments(self) -> Callable[..., Flat]:
         """A function from the arguments by name, structs among them, to the pointers, integers and floats of a launch:
         `launch(grid, *kernel.arguments(x=..., count=...))`."""
-        return self.layout.maker()
+        return self.layout.maker("arguments", Tensor, int, float)
+
+    @functools.cached_property
+    def integers(self) -> Callable[..., tuple[int, ...]]:
+        """The same for the integers alone, which `Launch.bind` takes."""
+        return self.layout.maker("integers", int)
+
+    @functools.cached_property
+    def tensors(self) -> Callable[..., tuple[tuple[Tensor | None, ...], tuple[float, ...]]]:
+        """The same for a bound launch, which has its integers: `bound(*kernel.tensors(x_ptr=...))`."""
+        return self.layout.maker("tensors", Tensor, float)
 
     @functools.cached_property
     def layout(self) -> Parameters:
@@ -170,9 +180,10 @@ class Launch:
     def of(kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> Launch:
         return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **constants)
 
-    def bind(self, grid: tuple[int, int, int], integers: tuple[int, ...]) -> BoundLaunch:
-        """The launch with its grid and its integers."""
-        return BoundLaunch(self, grid, integers)
+    def bind(self, grid: tuple[int, int, int], **integers: Any) -> BoundLaunch:
+        """The launch with its grid and its integers, by name. Of a struct, its integers are given: as a tuple of them,
+        or as the one member that has them."""
+        return BoundLaunch(self, grid, self.kernel.integers(**integers))
 
     def __call__(
         self,
@@ -180,6 +191,7 @@ class Launch:
         pointers: tuple[Tensor | None, ...],
         integers: tuple[int, ...],
         floats: tuple[float, ...] = (),
+        *,
         reached: Sequence[Tensor] = (),
     ) -> None:
         """Launch `grid` programs. A pointer that is None is a constant of the compiled code; the first pointer is never

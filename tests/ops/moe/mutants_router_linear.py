@@ -49,7 +49,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
     "router_linear_dweight_kernel": [
         ("splits without an end", "router_linear_dweight_kernel", "tl.minimum(first + split_rows, rows)", "tl.minimum(rows + split * 0, rows)", (ERROR,)),
         ("partial sums in one place", "router_linear_dweight_kernel", "(split * experts + expert)", "(split * 0 + expert)", (ERROR,)),
-        ("the last split not launched", "ops/moe/router_linear/launch.py:_launch_dweight", "launch((tiles, splits, 1)", "launch((tiles, max(splits - 1, 1), 1)", (ERROR,)),
+        ("the last split not launched", "ops/moe/router_linear/launch.py:_launch_dweight", "(tiles, splits, 1)", "(tiles, max(splits - 1, 1), 1)", (ERROR,)),
         ("the last rows alone", "router_linear_dweight_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
         ("dbias of the last rows alone", "router_linear_dweight_kernel", "total_bias += tl.sum", "total_bias = tl.sum", (MANY,)),
         ("without the last row of dy", "router_linear_dweight_kernel", "dy_mask = (row < last)", "dy_mask = (row < last - 1)", (SMALL,)),

@@ -123,7 +123,7 @@ _NORM: list[tuple[Any, ...]] = [
     ("rows past the end in a tile of rows", "norm_kernel", "tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)", "tile_mask(row, lane, rows + 1, cols, ROWS_MASKED, COLS_MASKED)", (f"{D}test_nothing_is_written_past_the_end_as_configured_for[sm_90]",)),
     ("given scale taken for an amax", "norm_kernel", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))", "tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))", ("quant/test_norms.py::test_norms_with_a_given_scale",)),
     ("last rows left out", f"{LAUNCH}:_rows_launch", "(-(-layout.rows // config.rows), 1, 1)", "(-(-(layout.rows - 1) // config.rows), 1, 1)", (PLAIN_ODD,)),
-    ("amax pass without the residual", f"{LAUNCH}:_Quantized.rows_pass", "(*operands, self.rstd", "(*(operands if copy else operands._replace(residual=None)), self.rstd", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
+    ("amax pass without the residual", f"{LAUNCH}:_Quantized.rows_pass", "**operands.given(", "**(operands if copy else operands._replace(residual=None)).given(", (workload("quantized_bytes", "norm:odd/33:nvfp4:1"),)),
     ("statistics of the first row for all", "norm_kernel", "rstd = tl.load(statistics.rstd + row,", "rstd = tl.load(statistics.rstd + row * 0,", (KNOWN,)),
     ("mean not read", "norm_kernel", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)", "mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0) * 0.0", (KNOWN,)),
     ("residual added twice", f"{LAUNCH}:_Quantized._read_h", "residual=None, ", "", (KNOWN,)),

@@ -115,7 +115,7 @@ _AMAX: list[tuple[Any, ...]] = [
     ("columns past the end read", "amax_kernel", "tile_mask(row, col, rows, cols, True, COLS_MASKED)", "tile_mask(row, col, rows, cols + 1, True, COLS_MASKED)", (f"{SHAPES}[int8:row:te]",)),
     ("rows past the end read", "amax_kernel", "tile_mask(row, col, rows, cols, True, COLS_MASKED)", "tile_mask(row, col, rows + 1, cols, True, COLS_MASKED)", ("quant/test_strides.py::test_strided_inputs[e4m3:row:te]",)),
     ("32-bit row offsets", "amax_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
-    ("last tile not launched", f"{LAUNCH}:_Quantize.stripes_pass", "find((stripes * tiles, 1, 1)", "find((max(stripes * tiles - 1, 1), 1, 1)", (f"{SHAPES}[int8:row:te]",)),
+    ("last tile not launched", f"{LAUNCH}:_Quantize.stripes_pass", "(stripes * tiles, 1, 1),\n                *amax", "(max(stripes * tiles - 1, 1), 1, 1),\n                *amax", (f"{SHAPES}[int8:row:te]",)),
     ("every tile the first", "amax_kernel", "col = tile * TILE + ", "col = tile * 0 + ", (f"{SHAPES}[int8:row:te]",)),
 ]  # fmt: skip
 
@@ -150,7 +150,7 @@ _TENSOR: list[tuple[Any, ...]] = [
     ("first 1024 partial amax alone", f"{COPIES}:_tensor_scale_kernel", "range(0, count, TILE)", "range(0, 1, TILE)", (ANY_ROW,)),
     ("last 1024 partial amax alone", f"{COPIES}:_tensor_scale_kernel", "largest = larger(largest, ", "largest = larger(largest * 0.0, ", (ANY_ROW,)),
     ("amax at least 1", f"{COPIES}:_tensor_scale_kernel", "other=0.0)", "other=1.0)", (f"{EVERY}[e4m3:tensor:te-rows]",)),
-    ("half of the partial amax", f"{COPIES}:reduce_amax", "(partials.numel(),)", "(-(-partials.numel() // 2),)", (f"{SHAPES}[e5m2:tensor:te]",)),
+    ("half of the partial amax", f"{COPIES}:reduce_amax", "count=partials.numel()", "count=-(-partials.numel() // 2)", (f"{SHAPES}[e5m2:tensor:te]",)),
     ("scale returned for amax", f"{COPIES}:_tensor_scale_kernel", "tl.store(amax_ptr, tensor_amax)", "tl.store(amax_ptr, tensor_amax / 448.0)", ("quant/test_norms.py::test_amax[e4m3:tensor:te]",)),
     ("no scale of the transposed copy", f"{COPIES}:_tensor_scale_kernel", "tl.store(scale_t_ptr, scale)", "tl.store(scale_t_ptr, scale * 0.0)", (f"{SHAPES}[e5m2:tensor:te]",)),
     ("factor stored for the scale", f"{COPIES}:_tensor_scale_kernel", "scale, _ = fp32_scale", "_, scale = fp32_scale", (f"{SHAPES}[e5m2:tensor:te]",)),

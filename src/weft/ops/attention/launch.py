@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
-from ..common.copies import StridedCodes, cast_mode, copy_arguments
+from ..common.copies import cast_mode, copy_arguments
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
 from ..heads.cache import E4M3
-from ..heads.layout import LAYOUTS, NO_STRIDES, Place, Strides, with_neighbours
+from ..heads.layout import LAYOUTS, NO_STRIDES, Strides, with_neighbours
 from ..quantize.launch import quantize_into
 from .arguments import (
     AttentionArgs,
@@ -38,7 +38,7 @@ from .kernels import (
 )
 from .libraries import attend, attend_backward
 from .reference import memory_layout
-from .sequences import Band, Lengths
+from .sequences import Band
 
 Sizes = tuple[int, ...]
 
@@ -108,8 +108,9 @@ class Counts(NamedTuple):
     heads: int
     key_heads: int
 
-    def lengths(self, sequences: int) -> Lengths:
-        return Lengths(None, None, None, sequences or self.batch, self.q, self.k)
+    def lengths(self, sequences: int) -> tuple[int, int, int]:
+        """The integers of `Lengths`."""
+        return sequences or self.batch, self.q, self.k
 
     def grouped(self) -> Heads:
         return Heads(self.heads, self.heads // self.key_heads)
@@ -194,26 +195,22 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         INPUT_MAX=torch.finfo(to.dtype).max,
         **options,
     )
-    query, key, value = (Place(None, at) for at in inputs)
-    _, integers, _ = attention_kernel.arguments(
+    query, key, value = inputs
+    bound = launch.bind(
+        (tiles * counts.heads * counts.batch, 1, 1),
         query=query,
         key=key,
         value=value,
-        query_scale=Place(None, _at(forms.query_scale and (*forms.query_scale, 1), forms.layout)),
-        key_scale=Place(None, _at(forms.key_scale and (*forms.key_scale, 1), forms.layout)),
-        value_codes=ValueCodes(None, None, forms.value_columns),
-        y=Place(None, y),
-        copy=StridedCodes(None, None, *(codes if within else (0, 0, 0))),
-        lse_ptr=None,
-        max_ptr=None,
-        sinks_ptr=None,
+        query_scale=_at(forms.query_scale and (*forms.query_scale, 1), forms.layout),
+        key_scale=_at(forms.key_scale and (*forms.key_scale, 1), forms.layout),
+        value_codes=forms.value_columns,
+        y=y,
+        copy=codes if within else (0, 0, 0),
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
         band=counts.band(forms.mask),
-        scores=None,
     )
-    grid = (tiles * counts.heads * counts.batch, 1, 1)
-    return Bound(launch.bind(grid, integers), tiles * counts.batch, within)
+    return Bound(bound, tiles * counts.batch, within)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,16 +218,16 @@ def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
     """The launch of the kernel that makes codes of values."""
     counts, value = forms.counts, _at(forms.value, forms.layout)
     tile, options = _tile("value", forms, target, value)
-    _, integers, _ = value_kernel.arguments(
-        value=Place(None, value),
-        codes=ValueCodes(None, None, forms.value_columns),
+    launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
+    programs = -(-forms.v_dim // tile.m) * counts.key_heads * (forms.sequences or counts.batch)
+    return launch.bind(
+        (programs, 1, 1),
+        value=value,
+        codes=forms.value_columns,
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
         band=counts.band(forms.mask),
     )
-    launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
-    programs = -(-forms.v_dim // tile.m) * counts.key_heads * (forms.sequences or counts.batch)
-    return launch.bind((programs, 1, 1), integers)
 
 
 def _coded_values(
@@ -240,7 +237,7 @@ def _coded_values(
     shape = counts.key_heads, forms.v_dim
     codes = torch.empty((*shape, forms.value_columns), dtype=torch.uint8, device=device)
     scale = torch.empty((forms.sequences or counts.batch, *shape), dtype=torch.float32, device=device)
-    _value(forms, target)((value, codes, scale, *starts))
+    _value(forms, target)(*value_kernel.tensors(value=value, codes=(codes, scale), lengths=starts))
     return ValueCodes(codes, scale, forms.value_columns)
 
 
@@ -273,12 +270,22 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     codes, scales = (copy.data, copy.scale) if found.within else (None, None)
     values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
     found.launch(
-        (
-            query, key, value if a.values is None else None, query_scale, key_scale, values.ptr, values.scale, y,
-            codes, scales, o.lse, tops, contiguous(a.sinks), *starts,
-        ),
-        (a.scale, a.softcap),
-    )  # fmt: skip
+        *attention_kernel.tensors(
+            query=query,
+            key=key,
+            value=value if a.values is None else None,
+            query_scale=query_scale,
+            key_scale=key_scale,
+            value_codes=(values.ptr, values.scale),
+            y=y,
+            copy=(codes, scales),
+            lse_ptr=o.lse,
+            max_ptr=tops,
+            sinks_ptr=contiguous(a.sinks),
+            lengths=starts,
+            scores=(a.scale, a.softcap),
+        )
+    )
     if tops is not None:
         torch.amax(tops, 0, out=o.max)
     if to.format is not None and not found.within:
@@ -309,19 +316,14 @@ def _delta(forms: Forms, up: Upstream, target: Capabilities) -> Bound:
     y, dy = _at(up.y, layout), _at(up.dy, layout)
     tile, options = _tile("delta", forms, target, y, dy)
     tiles = -(-counts.q // tile.m)
-    _, integers, _ = delta_kernel.arguments(
-        y=Place(None, y),
-        dy=Place(None, dy),
-        lse_ptr=None,
-        dlse_ptr=None,
-        delta_ptr=None,
-        sinks_ptr=None,
-        sink_sums_ptr=None,
+    bound = Launch.of(delta_kernel, TILE=tile, **options).bind(
+        (tiles * counts.heads * counts.batch, 1, 1),
+        y=y,
+        dy=dy,
         lengths=counts.lengths(0),
         heads=counts.grouped(),
     )
-    grid = (tiles * counts.heads * counts.batch, 1, 1)
-    return Bound(Launch.of(delta_kernel, TILE=tile, **options).bind(grid, integers), tiles * counts.batch)
+    return Bound(bound, tiles * counts.batch)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -329,34 +331,26 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
     """The launch of the kernel for the gradient of queries, or for those of keys and values."""
     counts = forms.counts
     dy = _at(up.dy, memory_layout(forms.layout))
-    made = (up.query,) if kernel == "query" else (up.key, up.value)
-    into = [_at(strides, forms.layout) for strides in made if strides is not None]
+    made = {"dquery": up.query} if kernel == "query" else {"dkey": up.key, "dvalue": up.value}
+    into = {name: _at(strides, forms.layout) for name, strides in made.items() if strides is not None}
     inputs = forms.inputs()
-    tile, options = _tile(kernel, forms, target, *inputs, dy, *into)
-    query, key, value = (Place(None, at) for at in inputs)
-    common: dict[str, Any] = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "dy": Place(None, dy),
-        "lse_ptr": None,
-        "delta_ptr": None,
-        "lengths": counts.lengths(forms.sequences),
-        "heads": counts.grouped(),
-        "band": counts.band(forms.mask),
-        "scores": None,
-    }
+    tile, options = _tile(kernel, forms, target, *inputs, dy, *into.values())
     if kernel == "query":
-        tiles = forms.tiles(counts.q, tile.m) * counts.heads
-        _, integers, _ = query_gradient_kernel.arguments(**common, dquery=Place(None, into[0]))
-        launch = Launch.of(query_gradient_kernel, TILE=tile, **options)
+        tiles, chosen = forms.tiles(counts.q, tile.m) * counts.heads, query_gradient_kernel
     else:
-        tiles = forms.tiles(counts.k, tile.n) * counts.key_heads
-        _, integers, _ = key_gradient_kernel.arguments(
-            **common, dkey=Place(None, into[0]), dvalue=Place(None, into[1])
-        )
-        launch = Launch.of(key_gradient_kernel, TILE=tile, **options)
-    return launch.bind((tiles * counts.batch, 1, 1), integers)
+        tiles, chosen = forms.tiles(counts.k, tile.n) * counts.key_heads, key_gradient_kernel
+    query, key, value = inputs
+    return Launch.of(chosen, TILE=tile, **options).bind(
+        (tiles * counts.batch, 1, 1),
+        query=query,
+        key=key,
+        value=value,
+        dy=dy,
+        lengths=counts.lengths(forms.sequences),
+        heads=counts.grouped(),
+        band=counts.band(forms.mask),
+        **into,
+    )
 
 
 def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -> None:
@@ -374,14 +368,27 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
     sums = None
     if o.sinks is not None:
         sums = torch.empty((found.tiles, o.sinks.shape[0]), dtype=torch.float32, device=lse.device)
-    found.launch((y, dy, lse, dlse, delta, sinks, sums, None, None, None))
+    found.launch(
+        *delta_kernel.tensors(
+            y=y, dy=dy, lse_ptr=lse, dlse_ptr=dlse, delta_ptr=delta, sinks_ptr=sinks, sink_sums_ptr=sums
+        )
+    )
     if o.sinks is not None and sums is not None:
         sum_partials(sums, o.sinks)
     starts = tuple(map(contiguous, a.packed))
-    floats = (a.scale, a.softcap)
+    given: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "dy": dy,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "lengths": starts,
+        "scores": (a.scale, a.softcap),
+    }
     if o.query is not None:
         launch = _gradient("query", forms, up, target)
-        launch((query, key, value, dy, o.query, lse, delta, *starts), floats)
+        launch(*query_gradient_kernel.tensors(**given, dquery=o.query))
     if o.key is not None and o.key.numel():
         launch = _gradient("key", forms, up, target)
-        launch((query, key, value, dy, o.key, o.value, lse, delta, *starts), floats)
+        launch(*key_gradient_kernel.tensors(**given, dkey=o.key, dvalue=o.value))

@@ -361,4 +361,13 @@ def reduce_amax(
         FORMAT=format,
         TILE=tile,
     )
-    launch((1, 1, 1), (partials, amax, first, second), (partials.numel(),))
+    launch(
+        (1, 1, 1),
+        *_tensor_scale_kernel.arguments(
+            partial_ptr=partials,
+            amax_ptr=amax,
+            scale_ptr=first,
+            scale_t_ptr=second,
+            count=partials.numel(),
+        ),
+    )

@@ -74,7 +74,15 @@ def sum_partials(partials: Tensor, out: Tensor, count: int | None = None, *, few
     count = rows if count is None else count
     piece, width, warps = sum_config("partials", cols, few, capabilities_of(out.device))
     launch = Launch.of(_sum_kernel, num_warps=warps, ROWS=piece, TILE=width, ALIGN=align_of(cols))
-    launch((-(-cols // width) * (rows // count), 1, 1), (partials, out), (count, cols))
+    launch(
+        (-(-cols // width) * (rows // count), 1, 1),
+        *_sum_kernel.arguments(
+            partial_ptr=partials,
+            out_ptr=out,
+            count=count,
+            cols=cols,
+        ),
+    )
 
 
 @kernel
@@ -119,10 +127,12 @@ def _sum_runs(x: Tensor, out: Tensor, rows: int, groups: GroupEnds, anew: bool) 
     launch = Launch.of(
         _sum_runs_kernel, num_warps=warps, ANEW=anew, ROWS=piece, TILE=width, ALIGN=align_of(cols)
     )
-    arguments = _sum_runs_kernel.arguments(
-        x_ptr=x, out_ptr=out, groups=groups, rows=rows, cols=cols, run_rows=STRIPE
+    launch(
+        (-(-cols // width) * runs, 1, 1),
+        *_sum_runs_kernel.arguments(
+            x_ptr=x, out_ptr=out, groups=groups, rows=rows, cols=cols, run_rows=STRIPE
+        ),
     )
-    launch((-(-cols // width) * runs, 1, 1), *arguments)
 
 
 def sum_rows(x: Tensor, out: Tensor) -> None:

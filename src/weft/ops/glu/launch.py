@@ -177,28 +177,20 @@ def _forward(
 ) -> BoundLaunch:
     """A pass of glu; each call gives its tensors and floats."""
     launch, blocks, row_programs = _cut(layout, unit, groups, made, cast, target)
-    _, integers, _ = glu_kernel.arguments(
+    return launch.bind(
+        (blocks * row_programs, 1, 1),
         rows=layout.rows,
         cols=layout.cols,
         up_shift=layout.up_shift,
         inner=layout.inner,
-        gate=(None, layout.gate_outer_stride, layout.gate_inner_stride),
-        up=(None, layout.up_outer_stride, layout.up_inner_stride),
-        prob_ptr=None,
+        gate=(layout.gate_outer_stride, layout.gate_inner_stride),
+        up=(layout.up_outer_stride, layout.up_inner_stride),
         prob_stride=layout.probs_stride,
-        groups=NO_ENDS if groups is None else (None, *groups),
-        bias_ptr=None,
-        given_ptr=None,
-        y_ptr=None,
-        amax_ptr=None,
+        groups=(NO_ENDS.number, NO_ENDS.align) if groups is None else groups,
         row_programs=row_programs,
-        copy=(None, None, *made.strides),
-        copy_t=(None, None, *made.strides_t),
-        alpha=0.0,
-        limit=0.0,
-        up_offset=0.0,
+        copy=made.strides,
+        copy_t=made.strides_t,
     )
-    return launch.bind((blocks * row_programs, 1, 1), integers)
 
 
 class _Call:
@@ -287,13 +279,23 @@ class _Glu(_Call):
         found = None
         if wants_amax:
             found = torch.empty(launch.grid[0], dtype=torch.float32, device=self.gate.device)
-        launch(  # in the order of the kernel's parameters
-            (
-                self.gate, self.up, self.probs, self.groups.ends, self.bias, given, y, found,
-                copy.data, copy.scale, copy_t.data, copy_t.scale,
-            ),
-            (unit.alpha, 0.0 if unit.limit is None else unit.limit, unit.up_offset),
-        )  # fmt: skip
+        launch(
+            *glu_kernel.tensors(
+                gate=self.gate,
+                up=self.up,
+                prob_ptr=self.probs,
+                groups=self.groups.ends,
+                bias_ptr=self.bias,
+                given_ptr=given,
+                y_ptr=y,
+                amax_ptr=found,
+                copy=(copy.data, copy.scale),
+                copy_t=(copy_t.data, copy_t.scale),
+                alpha=unit.alpha,
+                limit=0.0 if unit.limit is None else unit.limit,
+                up_offset=unit.up_offset,
+            )
+        )
         return found
 
 

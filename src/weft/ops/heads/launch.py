@@ -215,26 +215,23 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
     sizes = code.sizes(forms.batch, forms.tokens)
     if len(_known) >= 4096:
         _known.clear()
-    to_q, to_k, to_v, to_gate = (Place(None, strides) for strides in to)
-    _, integers, _ = qkv_kernel.arguments(  # tensors and floats are given by each call
-        q=Place(None, source.q),
-        k=Place(None, source.k),
-        v=Place(None, source.v),
-        bias_ptr=None,
+    to_q, to_k, to_v, to_gate = to
+    _known[forms] = found = launch.bind(  # tensors and floats are given by each call
+        (programs, 1, 1),
+        q=source.q,
+        k=source.k,
+        v=source.v,
         q_out=to_q,
         k_out=to_k,
         v_out=to_v,
         gate_out=to_gate,
-        q_norm=None,
-        k_norm=None,
-        angles=Angles(None, None, None, None, angles, 1.0),
-        slots=(None, cache.slots),
-        q_codes=(None, None, q_codes),
-        k_cache=(None, None, cache.k),
-        v_cache=(None, None, cache.v),
+        angles=angles,
+        slots=cache.slots,
+        q_codes=q_codes,
+        k_cache=cache.k,
+        v_cache=cache.v,
         sizes=sizes,
     )
-    _known[forms] = found = launch.bind((programs, 1, 1), integers)
     return found
 
 
@@ -281,14 +278,25 @@ def launch_forward(
     launch = _known.get(forms) or _forward(forms, target)
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
-    launch(  # in the order of the kernel's parameters
-        (
-            x, k, v, contiguous(a.bias), to_q, to_k, to_v, to_gate,
-            q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias, cos, sin, per_position, turning.positions,
-            cache.slots, q_codes, q_scale, cache.k, cache.k_scale, cache.v, cache.v_scale,
-        ),
-        (q_norm.eps, q_norm.weight_offset, k_norm.eps, k_norm.weight_offset, magnitude),
-    )  # fmt: skip
+    launch(
+        *qkv_kernel.tensors(
+            q=x,
+            k=k,
+            v=v,
+            bias_ptr=contiguous(a.bias),
+            q_out=to_q,
+            k_out=to_k,
+            v_out=to_v,
+            gate_out=to_gate,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            angles=(cos, sin, per_position, turning.positions, magnitude),
+            slots=cache.slots,
+            q_codes=(q_codes, q_scale),
+            k_cache=(cache.k, cache.k_scale),
+            v_cache=(cache.v, cache.v_scale),
+        )
+    )
 
 
 # ---- backward -------------------------------------------------------------------------------------------

@@ -179,11 +179,33 @@ def launch_join(
 ) -> None:
     """Join stats [parts, STATS, T] into statistics or into results. `order`, if given, is the order in which stats has
     the tokens."""
-    pointers = (*o, *(None,) * len(TokenResults._fields)) if isinstance(o, Statistics) else (None, *o)
+    outputs: dict[str, Tensor | None]
+    if isinstance(o, Statistics):
+        outputs = {"joined_ptr": o.stats}
+    else:
+        outputs = {
+            "logprob_ptr": o.logprobs,
+            "lse_ptr": o.lse,
+            "entropy_ptr": o.entropy,
+            "spread_ptr": o.spread,
+            "hit_ptr": o.hits,
+            "log_sum_squares_ptr": o.log_sum_squares,
+            "largest_ptr": o.largest,
+            "total_ptr": o.total,
+            "shares_ptr": o.shares,
+        }
     rows = target.numel()
     config = join_config("join", capabilities_of(target.device))
     _join_launch(wanted, config)(
         (-(-rows // config.rows), 1, 1),
-        (target, order, stats, *pointers),
-        (rows, stats.shape[0], softmax.vocab, softmax.ignore_index),
+        *_join_statistics_kernel.arguments(
+            target_ptr=target,
+            order_ptr=order,
+            stats_ptr=stats,
+            **outputs,
+            rows=rows,
+            parts=stats.shape[0],
+            vocab=softmax.vocab,
+            ignore_index=softmax.ignore_index,
+        ),
     )

@@ -55,11 +55,6 @@ class Softmax(NamedTuple):
         """PLAIN, SCALED or CAPPED."""
         return 2 if self.softcap is not None else 1 if self.scale != 1.0 else 0
 
-    @property
-    def floats(self) -> tuple[float, float]:
-        """What a kernel takes: softcap and scale."""
-        return self.softcap or 0.0, self.scale
-
 
 class Wanted(NamedTuple):
     """What is wanted of each token besides its log-probability and its lse."""

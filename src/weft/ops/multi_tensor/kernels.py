@@ -147,7 +147,7 @@ def multi_tensor_clip_kernel(
     table_ptr,  # [chunks, 2]
     norm_ptr,  # one number
     first,
-    max_norm,
+    max_norm: float,
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):

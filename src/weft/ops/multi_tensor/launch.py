@@ -69,9 +69,22 @@ def launch_multi_tensor_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
     partial = torch.empty(table.chunks, dtype=dtype, device=device)
     for segment in table.segments:
         _reduce_launch(segment.dtype, what, target)(
-            (segment.chunks, 1, 1), (table.entries, partial), (segment.first,), reached=reached
+            (segment.chunks, 1, 1),
+            *multi_tensor_reduce_kernel.arguments(
+                table_ptr=table.entries,
+                partial_ptr=partial,
+                first=segment.first,
+            ),
+            reached=reached,
         )
-    _total_launch(what, target)((1, 1, 1), (partial, o.total), (table.chunks,))
+    _total_launch(what, target)(
+        (1, 1, 1),
+        *multi_tensor_total_kernel.arguments(
+            partial_ptr=partial,
+            total_ptr=o.total,
+            count=table.chunks,
+        ),
+    )
 
 
 def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
@@ -90,9 +103,12 @@ def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
     for segment in table.segments:
         _clip_launch(segment.dtype, target)(
             (segment.chunks, 1, 1),
-            (table.entries, norm),
-            (segment.first,),
-            (a.max_norm,),
+            *multi_tensor_clip_kernel.arguments(
+                table_ptr=table.entries,
+                norm_ptr=norm,
+                first=segment.first,
+                max_norm=a.max_norm,
+            ),
             reached=reached,
         )
     if reached is not a.tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,19 @@ from ..common.passes import make_copies
 from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, one_stride, row_strides, tile_warps
 from ..common.sums import sum_partials
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
-from .kernels import Programs, norm_backward_kernel, norm_kernel, norm_stripe_kernel
+from .kernels import (
+    Added,
+    Formula,
+    Programs,
+    Samples,
+    Size,
+    Source,
+    Stored,
+    Upstream,
+    norm_backward_kernel,
+    norm_kernel,
+    norm_stripe_kernel,
+)
 
 
 class RowConfig(NamedTuple):
@@ -54,7 +66,7 @@ def backward_config(cols: int, target: Capabilities) -> RowConfig:
 
 
 class _Operands(NamedTuple):
-    """The tensors that kernels read, in the order in which they take them."""
+    """The tensors that kernels read."""
 
     x: Tensor
     residual: Tensor | None
@@ -65,10 +77,17 @@ class _Operands(NamedTuple):
     scale: Tensor | None
     shift: Tensor | None
 
+    def given(self, weight_offset: float) -> dict[str, Any]:
+        """These as the members of structs of a launch."""
+        x, residual, pre_bias, gate, weight, bias, scale, shift = self
+        return {
+            "source": (x, residual, pre_bias, gate),
+            "formula": (weight, bias, scale, shift, weight_offset),
+        }
+
 
 class _Layout(NamedTuple):
-    """Where the rows of the operands lie, in the order in which kernels take it. Row r of x lies at
-    (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    """Where the rows of the operands lie: row r of x at (r // inner) * outer_stride + (r % inner) * inner_stride."""
 
     rows: int
     cols: int
@@ -86,6 +105,15 @@ class _Layout(NamedTuple):
         """Of which all row strides are multiples."""
         strides = (self.outer_stride, self.inner_stride, self.residual_stride)
         return align_of(self.cols, *strides, self.gate_stride, self.modulation_stride)
+
+    def given(self) -> dict[str, Any]:
+        """These as the members of structs of a launch."""
+        gated = self.gate_stride, self.rows_per_gate
+        return {
+            "size": (self.rows, self.cols),
+            "source": (self.inner, self.outer_stride, self.inner_stride, self.residual_stride, gated),
+            "formula": (self.modulation_stride, self.rows_per_sample),
+        }
 
     def of_h(self) -> _Layout:
         """That of h, which has no gaps, no residual and no gate."""
@@ -183,7 +211,7 @@ def _rows_launch(
         ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
-    return launch.bind((-(-layout.rows // config.rows), 1, 1), (*layout, *made.strides))
+    return launch.bind((-(-layout.rows // config.rows), 1, 1), **layout.given(), stored=made.strides)
 
 
 def launch_norm(o: NormOutputs, a: NormArgs) -> None:
@@ -192,9 +220,15 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
         _Quantized(o, a, operands, layout).make()
         return
     target = capabilities_of(a.x.device)
+    x, residual, pre_bias, gate, weight, bias, scale, shift = operands
     _rows_launch(layout, a.kind, a.casting, a.unrounded_sum, target)(
-        (*operands, o.rstd, o.mean, None, o.result.y, o.residual, None, None, None),
-        (a.weight_offset, a.eps),
+        *norm_kernel.tensors(
+            source=(x, residual, pre_bias, gate),
+            formula=(weight, bias, scale, shift, a.weight_offset),
+            statistics=(o.rstd, o.mean),
+            stored=(None, o.result.y, o.residual, None, (None, None)),
+            eps=a.eps,
+        )
     )
 
 
@@ -256,8 +290,12 @@ class _Quantized:
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
         h = None if known else self.o.residual
         launch(
-            (*operands, self.rstd, self.mean, given if copy else None, y, h, partials, data, data_scale),
-            (a.weight_offset, a.eps),
+            *norm_kernel.tensors(
+                **operands.given(a.weight_offset),
+                statistics=(self.rstd, self.mean),
+                stored=(given if copy else None, y, h, partials, (data, data_scale)),
+                eps=a.eps,
+            )
         )
         return partials
 
@@ -269,8 +307,6 @@ class _Quantized:
         tile, num_warps = stripe_config("norm", self.format.block, self.align or layout.align, self.target)
         tiles = count_stripes(layout.rows, layout.cols) * -(-layout.cols // tile)
         partials = self._empty(tiles) if wants_amax else None
-        data, data_scale, *strides = copy_arguments(row)
-        data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             norm_stripe_kernel,
             num_warps=num_warps,
@@ -286,18 +322,35 @@ class _Quantized:
             ALIGN=self.align,
             COLS_MASKED=layout.cols % tile != 0,
         )
-        pointers = (*self.operands, self.rstd, self.mean, given, None, None, partials)
+        x, residual, pre_bias, gate, weight, bias, scale, shift = self.operands
+        gated = Samples(layout.gate_stride, layout.rows_per_gate)
+        modulated = Samples(layout.modulation_stride, layout.rows_per_sample)
         launch(
             (tiles, 1, 1),
-            (*pointers, data, data_scale, data_t, data_t_scale),
-            (*layout, *strides, *strides_t),
-            (self.a.weight_offset,),
+            *norm_stripe_kernel.arguments(
+                size=Size(layout.rows, layout.cols),
+                source=Source(
+                    x,
+                    residual,
+                    pre_bias,
+                    gate,
+                    layout.inner,
+                    layout.outer_stride,
+                    layout.inner_stride,
+                    layout.residual_stride,
+                    gated,
+                ),
+                formula=Formula(weight, bias, scale, shift, modulated, self.a.weight_offset),
+                statistics=(self.rstd, self.mean),
+                stored=Stored(given, None, None, partials, copy_arguments(row)),
+                codes_t=copy_arguments(col),
+            ),
         )
         return partials
 
 
 class _BackwardLayout(NamedTuple):
-    """Where the rows lie that a backward reads, in the order in which the kernel takes it."""
+    """Where the rows lie that a backward reads."""
 
     inner: int
     h_outer_stride: int
@@ -413,11 +466,19 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     )
     weight, bias = contiguous(a.weight), contiguous(a.bias) if a.needs.scale else None
     pre_bias = None if x is None else contiguous(a.pre_bias)
+    modulated, gated = Samples(modulation_stride, rows_per_sample), Samples(gate_stride, rows_per_gate)
     launch(
         (count, 1, 1),
-        (h, dy, dresidual, weight, bias, scale, None, a.rstd, a.mean, x, pre_bias, gate, *sums),
-        (*programs, *layout),
-        (a.weight_offset,),
+        *norm_backward_kernel.arguments(
+            programs=programs,
+            upstream=Upstream(
+                h, dy, dresidual, inner, h_outer, h_inner, dy_outer, dy_inner, dresidual_stride
+            ),
+            formula=Formula(weight, bias, scale, None, modulated, a.weight_offset),
+            statistics=(a.rstd, a.mean),
+            added=Added(x, pre_bias, gate, x_stride, gated),
+            gradients=sums,
+        ),
     )
     for grad, partials in zip(o, sums, strict=True):
         if grad is not partials:

@@ -111,7 +111,17 @@ class _Quantize:
             of_rows = self.empty(tiles, rows) if row else None
             of_cols = self.empty(stripes, cols)
             find = Launch.of(amax_kernel, num_warps=warps, **shape)
-            find((stripes * tiles, 1, 1), (x, of_rows, of_cols), (rows, cols, x.stride(0)))
+            find(
+                (stripes * tiles, 1, 1),
+                *amax_kernel.arguments(
+                    x_ptr=x,
+                    row_ptr=of_rows,
+                    col_ptr=of_cols,
+                    rows=rows,
+                    cols=cols,
+                    x_stride=x.stride(0),
+                ),
+            )
             largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
         partials = self.empty(stripes * tiles) if wants_amax else None
         launch = Launch.of(quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
@@ -178,6 +188,15 @@ def launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
     )
     launch(
         (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
-        (data, a.scale, a.global_scale, o.values),
-        (rows, cols, data.stride(0), a.scale.stride(0), a.scale.stride(1)),
+        *dequantize_kernel.arguments(
+            data_ptr=data,
+            scale_ptr=a.scale,
+            global_ptr=a.global_scale,
+            out_ptr=o.values,
+            rows=rows,
+            cols=cols,
+            data_stride=data.stride(0),
+            scale_row_stride=a.scale.stride(0),
+            scale_col_stride=a.scale.stride(1),
+        ),
     )

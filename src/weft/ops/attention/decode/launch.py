@@ -12,12 +12,12 @@ from ....quant import Format
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
 from ...common.checks import FLOATS
 from ...common.rows import align_of, contiguous
-from ...heads.cache import E4M3, Kept, kept_strides
-from ...heads.layout import Place, Strides, with_neighbours
+from ...heads.cache import E4M3, kept_strides
+from ...heads.layout import Strides, with_neighbours
 from ..configs import WIDEST, Width
 from .arguments import PART, DecodeArgs, DecodeOutputs
 from .forms import Forms
-from .kernels import Counts, Pages, decode_kernel, join_kernel
+from .kernels import Counts, decode_kernel, join_kernel
 
 
 @dataclass(frozen=True)
@@ -121,38 +121,25 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     )
     parts = max(1, -(-forms.table[1] * page // PART))
     tile = replace(tile, direct=parts == 1)
-    pages = Pages(None, None, count, page, forms.table[1], forms.table_stride)
+    pages = count, page, forms.table[1], forms.table_stride
     room = forms.table[1] * page + queries
     counts = Counts(
         sequences, queries, heads, group, parts, room if forms.left is None else min(forms.left, room)
     )
-    _, integers, _ = decode_kernel.arguments(
-        query=Place(None, at),
-        k=Kept(None, None, k_at),
-        v=Kept(None, None, v_at),
-        y_ptr=None,
-        lse_ptr=None,
-        sinks_ptr=None,
+    decode = Launch.of(decode_kernel, num_warps=warps, num_stages=stages, TILE=tile).bind(
+        (parts * -(-rows // m) * key_heads * sequences, 1, 1),
+        query=at,
+        k=k_at,
+        v=v_at,
         pages=pages,
         counts=counts,
-        scores=None,
     )
-    launch = Launch.of(decode_kernel, num_warps=warps, num_stages=stages, TILE=tile)
-    bound = launch.bind((parts * -(-rows // m) * key_heads * sequences, 1, 1), integers)
     join = None
     if parts > 1:
-        _, integers, _ = join_kernel.arguments(
-            part_ptr=None,
-            part_lse_ptr=None,
-            y_ptr=None,
-            lse_ptr=None,
-            sinks_ptr=None,
-            pages=pages,
-            counts=counts,
-        )
         programs = -(-heads // tile.heads) * queries * sequences
-        join = Launch.of(join_kernel, num_warps=4, TILE=tile).bind((programs, 1, 1), integers)
-    return _Plan(bound, join, parts)
+        launch = Launch.of(join_kernel, num_warps=4, TILE=tile)
+        join = launch.bind((programs, 1, 1), pages=pages, counts=counts)
+    return _Plan(decode, join, parts)
 
 
 def launch_attention_decode(o: DecodeOutputs, a: DecodeArgs) -> None:
@@ -165,9 +152,22 @@ def launch_attention_decode(o: DecodeOutputs, a: DecodeArgs) -> None:
     sinks = contiguous(a.sinks)
     caches = (x if x is None or x.dtype in FLOATS else x.view(torch.uint8) for x in (k, v))
     k_bytes, v_bytes = caches
+    pages = a.page_table, a.lengths
     plan.decode(
-        (query, k_bytes, a.k_scale, v_bytes, a.v_scale, y, lse, sinks, a.page_table, a.lengths),
-        (a.scale, a.softcap),
+        *decode_kernel.tensors(
+            query=query,
+            k=(k_bytes, a.k_scale),
+            v=(v_bytes, a.v_scale),
+            y_ptr=y,
+            lse_ptr=lse,
+            sinks_ptr=sinks,
+            pages=pages,
+            scores=(a.scale, a.softcap),
+        )
     )
     if plan.join is not None:
-        plan.join((y, lse, o.y, o.lse, sinks, a.page_table, a.lengths))
+        plan.join(
+            *join_kernel.tensors(
+                part_ptr=y, part_lse_ptr=lse, y_ptr=o.y, lse_ptr=o.lse, sinks_ptr=sinks, pages=pages
+            )
+        )

@@ -60,20 +60,6 @@ def _align(element: int, *sizes: int) -> int:
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
-class _RowOutputs(NamedTuple):
-    """What the kernel over rows writes, in the order of its parameters: either statistics or results, [T] each."""
-
-    stats: Tensor | None = None
-    loss: Tensor | None = None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-    hit: Tensor | None = None
-    largest: Tensor | None = None
-    total: Tensor | None = None
-    share: Tensor | None = None
-    smooth: Tensor | None = None
-
-
 class _RowConstants(NamedTuple):
     """What decides the code of the kernel over rows."""
 
@@ -108,7 +94,9 @@ def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
     return Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
 
 
-def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None) -> None:
+def _launch_rows(
+    a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None, **outputs: Tensor | None
+) -> None:
     """Read the logits once, for the losses, or without `loss` options for the statistics of a shard."""
     softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
@@ -119,9 +107,24 @@ def _launch_rows(o: _RowOutputs, a: CrossEntropyArgs | StatisticsArgs, loss: Los
     align = _align(element, cols, outer_stride, inner_stride)
     _rows_launch(_RowConstants(config, softmax.kind, wanted, mark_missing, inner > 1, align))(
         (rows, 1, 1),
-        (logits, target, contiguous(a.weight), *o),
-        (rows, cols, inner, outer_stride, inner_stride, softmax.start, softmax.vocab, softmax.ignore_index),
-        (*softmax.floats, 0.0, 0.0) if loss is None else (*softmax.floats, loss.label_smoothing, loss.z_loss),
+        *cross_entropy_kernel.arguments(
+            logits_ptr=logits,
+            target_ptr=target,
+            weight_ptr=contiguous(a.weight),
+            **outputs,
+            rows=rows,
+            cols=cols,
+            inner=inner,
+            outer_stride=outer_stride,
+            inner_stride=inner_stride,
+            start_col=softmax.start,
+            vocab=softmax.vocab,
+            ignore_index=softmax.ignore_index,
+            softcap=softmax.softcap or 0.0,
+            scale=softmax.scale,
+            label_smoothing=0.0 if loss is None else loss.label_smoothing,
+            z_loss=0.0 if loss is None else loss.z_loss,
+        ),
     )
 
 
@@ -166,7 +169,10 @@ def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs
     target = a.target.contiguous()
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
-    upstream, strides = zip(*map(_per_row, (a.dloss, a.dlse, a.dentropy, a.dspread)), strict=True)
+    dloss, dloss_stride = _per_row(a.dloss)
+    dlse, dlse_stride = _per_row(a.dlse)
+    dentropy, dentropy_stride = _per_row(a.dentropy)
+    dspread, dspread_stride = _per_row(a.dspread)
     config = row_config("backward", cols, element, 1 if softmax.softcap is not None else 2, capabilities)
     align = _align(element, cols, outer_stride, inner_stride)
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
@@ -179,55 +185,79 @@ def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs
     spans = -(-tiles * config.tile // span)
     _backward_launch(_BackwardConstants(config, softmax.kind, inplace, inner > 1, align, alike))(
         (rows, spans, 1),
-        (
-            logits,
-            target,
-            contiguous(a.weight),
-            a.largest,
-            a.total,
-            a.inverse,
-            a.smooth,
-            contiguous(a.entropy),
-            *upstream,
-            logits if inplace else o.logits,
+        *cross_entropy_backward_kernel.arguments(
+            logits_ptr=logits,
+            target_ptr=target,
+            weight_ptr=contiguous(a.weight),
+            largest_ptr=a.largest,
+            total_ptr=a.total,
+            inverse_ptr=a.inverse,
+            smooth_ptr=a.smooth,
+            entropy_ptr=contiguous(a.entropy),
+            dloss_ptr=dloss,
+            dlse_ptr=dlse,
+            dentropy_ptr=dentropy,
+            dspread_ptr=dspread,
+            dlogits_ptr=logits if inplace else o.logits,
+            rows=rows,
+            cols=cols,
+            inner=inner,
+            outer_stride=outer_stride,
+            inner_stride=inner_stride,
+            start_col=softmax.start,
+            vocab=softmax.vocab,
+            ignore_index=softmax.ignore_index,
+            dloss_stride=dloss_stride,
+            dlse_stride=dlse_stride,
+            dentropy_stride=dentropy_stride,
+            dspread_stride=dspread_stride,
+            span=span,
+            softcap=softmax.softcap or 0.0,
+            scale=softmax.scale,
+            label_smoothing=a.label_smoothing,
+            z_loss=a.z_loss,
         ),
-        (
-            rows,
-            cols,
-            inner,
-            outer_stride,
-            inner_stride,
-            softmax.start,
-            softmax.vocab,
-            softmax.ignore_index,
-            *strides,
-            span,
-        ),
-        (*softmax.floats, a.label_smoothing, a.z_loss),
     )
 
 
 def launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
     rows, device = a.target.numel(), a.logits.device
-    if a.loss.reduction == "none":
-        results = _RowOutputs(None, o.loss, o.lse, o.entropy, o.accuracy, o.largest, o.total, None, o.smooth)
-        _launch_rows(results, a, a.loss)
+    losses, hits, shares = o.loss, o.accuracy, None
+    reduced = a.loss.reduction != "none"
+    if reduced:
+        losses = torch.empty(rows, dtype=torch.float32, device=device)
+        hits = None if o.accuracy is None else torch.empty_like(losses)
+        shares = None if o.inverse is None else torch.empty_like(losses)
+    _launch_rows(
+        a,
+        a.loss,
+        loss_ptr=losses,
+        lse_ptr=o.lse,
+        entropy_ptr=o.entropy,
+        hit_ptr=hits,
+        largest_ptr=o.largest,
+        total_ptr=o.total,
+        share_ptr=shares,
+        smooth_ptr=o.smooth,
+    )
+    if not reduced:
         return
-    losses = torch.empty(rows, dtype=torch.float32, device=device)
-    hits = shares = None
-    if o.accuracy is not None:
-        hits = torch.empty_like(losses)
-    if o.inverse is not None:
-        shares = torch.empty_like(losses)
-    results = _RowOutputs(None, losses, o.lse, o.entropy, hits, o.largest, o.total, shares, o.smooth)
-    _launch_rows(results, a, a.loss)
     _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
-        (1, 1, 1), (losses, shares, hits, o.loss, o.inverse, o.accuracy), (rows,)
+        (1, 1, 1),
+        *cross_entropy_totals_kernel.arguments(
+            loss_ptr=losses,
+            share_ptr=shares,
+            hit_ptr=hits,
+            total_loss_ptr=o.loss,
+            inverse_ptr=o.inverse,
+            accuracy_ptr=o.accuracy,
+            rows=rows,
+        ),
     )
 
 
 def launch_cross_entropy_statistics(o: Statistics, a: StatisticsArgs) -> None:
-    _launch_rows(_RowOutputs(o.stats), a, None)
+    _launch_rows(a, None, stats_ptr=o.stats)
 
 
 def launch_sharded_logprobs(o: TokenResults, a: ShardedArgs) -> None:

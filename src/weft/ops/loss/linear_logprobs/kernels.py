@@ -144,8 +144,8 @@ def linear_logprobs_kernel(
     weight_stride,
     start_col,  # the column of the whole vocabulary that is the first row of weight
     span,  # columns of a split, a multiple of VOCAB
-    softcap,
-    scale,
+    softcap: float,
+    scale: float,
     KIND: tl.constexpr,
     ENTROPY: tl.constexpr,
     SPREAD: tl.constexpr,
@@ -305,9 +305,9 @@ def linear_dlogits_kernel(
     weight_stride,
     begin,  # where the block of the vocabulary begins
     block,  # how long it is, a multiple of VOCAB
-    softcap,
-    scale,
-    skip_below,
+    softcap: float,
+    scale: float,
+    skip_below: float,
     KIND: tl.constexpr,
     SPREAD: tl.constexpr,
     ENTROPY: tl.constexpr,

@@ -118,7 +118,14 @@ def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int,
 def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
     tile, num_warps = scan_config("order", capabilities_of(target.device))
     Launch.of(linear_order_kernel, num_warps=num_warps, TILE=tile)(
-        (1, 1, 1), (target, order), (target.numel(), softmax.vocab, softmax.ignore_index)
+        (1, 1, 1),
+        *linear_order_kernel.arguments(
+            target_ptr=target,
+            order_ptr=order,
+            rows=target.numel(),
+            vocab=softmax.vocab,
+            ignore_index=softmax.ignore_index,
+        ),
     )
 
 
@@ -170,9 +177,24 @@ def _launch_products(
     )
     _product_launch(constants)(
         (tiles, splits, 1),
-        (x.hidden, x.weight, x.bias, x.target, order, x.classes, stats),
-        (x.rows, x.cols, x.columns, *x.strides, softmax.start, span),
-        softmax.floats,
+        *linear_logprobs_kernel.arguments(
+            hidden_ptr=x.hidden,
+            weight_ptr=x.weight,
+            bias_ptr=x.bias,
+            target_ptr=x.target,
+            order_ptr=order,
+            classes_ptr=x.classes,
+            stats_ptr=stats,
+            rows=x.rows,
+            cols=x.cols,
+            vocab=x.columns,
+            hidden_stride=x.strides[0],
+            weight_stride=x.strides[1],
+            start_col=softmax.start,
+            span=span,
+            softcap=softmax.softcap or 0.0,
+            scale=softmax.scale,
+        ),
     )
     launch_join(o, stats, x.target, order, softmax, wanted)
 
@@ -203,22 +225,34 @@ class _Backward:
         a, x = self.a, self.x
         self.factors, self.labels = x.empty(5, x.rows), x.empty(x.rows, dtype=torch.int32)
         upstream = [None if g is None else g.reshape(-1) for g in (a.dlogprob, a.dlse, a.dentropy, a.dspread)]
+        dlogprob, dlse, dentropy, dspread = upstream
+        strides = (0 if g is None else g.stride(0) for g in upstream)
+        dlogprob_stride, dlse_stride, dentropy_stride, dspread_stride = strides
         rows, num_warps = join_config("factors", x.device)
         launch = Launch.of(linear_factors_kernel, num_warps=num_warps, ROWS=rows)
         launch(
             (-(-x.rows // rows), 1, 1),
-            (
-                x.target,
-                a.order,
-                a.largest,
-                a.total,
-                None if a.dentropy is None else a.entropy,
-                None if a.dspread is None else a.shares,
-                *upstream,
-                self.factors,
-                self.labels,
+            *linear_factors_kernel.arguments(
+                target_ptr=x.target,
+                order_ptr=a.order,
+                largest_ptr=a.largest,
+                total_ptr=a.total,
+                entropy_ptr=None if a.dentropy is None else a.entropy,
+                shares_ptr=None if a.dspread is None else a.shares,
+                dlogprob_ptr=dlogprob,
+                dlse_ptr=dlse,
+                dentropy_ptr=dentropy,
+                dspread_ptr=dspread,
+                factors_ptr=self.factors,
+                labels_ptr=self.labels,
+                rows=x.rows,
+                vocab=x.columns,
+                start_col=a.softmax.start,
+                dlogprob_stride=dlogprob_stride,
+                dlse_stride=dlse_stride,
+                dentropy_stride=dentropy_stride,
+                dspread_stride=dspread_stride,
             ),
-            (x.rows, x.columns, a.softmax.start, *(0 if g is None else g.stride(0) for g in upstream)),
         )
         self.unit = None
         if x.dtype is torch.float16:
@@ -260,20 +294,28 @@ class _Backward:
         )
         launch(
             (self.tiles * self.pieces_from(begin), 1, 1),
-            (
-                x.hidden,
-                x.weight,
-                x.bias,
-                a.order,
-                None if a.dspread is None else x.classes,
-                None if self.kept is None else a.total,
-                self.factors,
-                self.labels,
-                self.kept,
-                self.dlogits,
+            *linear_dlogits_kernel.arguments(
+                hidden_ptr=x.hidden,
+                weight_ptr=x.weight,
+                bias_ptr=x.bias,
+                order_ptr=a.order,
+                classes_ptr=None if a.dspread is None else x.classes,
+                total_ptr=None if self.kept is None else a.total,
+                factors_ptr=self.factors,
+                labels_ptr=self.labels,
+                kept_ptr=self.kept,
+                dlogits_ptr=self.dlogits,
+                rows=x.rows,
+                cols=x.cols,
+                vocab=x.columns,
+                hidden_stride=x.strides[0],
+                weight_stride=x.strides[1],
+                begin=begin,
+                block=self.block,
+                softcap=a.softmax.softcap or 0.0,
+                scale=a.softmax.scale,
+                skip_below=a.skip_below or 0.0,
             ),
-            (x.rows, x.cols, x.columns, *x.strides, begin, self.block),
-            (*a.softmax.floats, a.skip_below or 0.0),
         )
 
     def add_dweight(self, begin: int) -> None:
@@ -296,8 +338,21 @@ class _Backward:
         hidden_stride, _ = x.strides
         launch(
             (-(-self.pieces_from(begin) * self.config.n // config.m) * across, 1, 1),
-            (x.hidden, self.dlogits, self.a.order, self.unit, self.kept, o.weight, o.bias),
-            (x.rows, x.cols, x.columns, hidden_stride, begin, self.block),
+            *linear_dweight_kernel.arguments(
+                hidden_ptr=x.hidden,
+                dlogits_ptr=self.dlogits,
+                order_ptr=self.a.order,
+                unit_ptr=self.unit,
+                kept_ptr=self.kept,
+                dweight_ptr=o.weight,
+                dbias_ptr=o.bias,
+                rows=x.rows,
+                cols=x.cols,
+                vocab=x.columns,
+                hidden_stride=hidden_stride,
+                begin=begin,
+                block=self.block,
+            ),
         )
 
     def add_dhidden(self, begin: int) -> None:
@@ -321,16 +376,21 @@ class _Backward:
         _, weight_stride = x.strides
         launch(
             (-(-x.rows // config.m) * -(-x.cols // config.n), 1, 1),
-            (
-                self.dlogits,
-                x.weight,
-                self.a.order,
-                self.unit if last else None,
-                self.kept,
-                self.sums,
-                self.o.hidden if last else None,
+            *linear_dhidden_kernel.arguments(
+                dlogits_ptr=self.dlogits,
+                weight_ptr=x.weight,
+                order_ptr=self.a.order,
+                unit_ptr=self.unit if last else None,
+                kept_ptr=self.kept,
+                sums_ptr=self.sums,
+                dhidden_ptr=self.o.hidden if last else None,
+                rows=x.rows,
+                cols=x.cols,
+                vocab=x.columns,
+                weight_stride=weight_stride,
+                begin=begin,
+                block=self.block,
             ),
-            (x.rows, x.cols, x.columns, weight_stride, begin, self.block),
         )
 
 

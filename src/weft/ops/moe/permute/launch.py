@@ -92,7 +92,24 @@ def _permute_launch(
     whole = format is not None and format.block == "row"  # rows are not cut
     token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
     grid = (token_programs - (-rows // PADS.value), 1, 1)
-    return launch.bind(grid, (tokens, rows, cols, slots, token_programs, x_scales, *x, probs_stride, *y))
+    x_stride, x_scale_row_stride, x_scale_col_stride = x
+    y_stride, y_scale_row_stride, y_scale_col_stride = y
+    return launch.bind(
+        grid,
+        tokens=tokens,
+        rows=rows,
+        cols=cols,
+        slots=slots,
+        token_programs=token_programs,
+        scale_cols=x_scales,
+        x_stride=x_stride,
+        x_scale_row_stride=x_scale_row_stride,
+        x_scale_col_stride=x_scale_col_stride,
+        probs_stride=probs_stride,
+        y_stride=y_stride,
+        y_scale_row_stride=y_scale_row_stride,
+        y_scale_col_stride=y_scale_col_stride,
+    )
 
 
 @functools.cache
@@ -155,7 +172,17 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     made = a.result.format if a.codes.data is None else None
     cast = 0 if made is None else cast_mode(target)
     _permute_launch(layout, made, x.dtype, cast, target)(
-        (x, x_scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, y, y_scale, o.row_probs)
+        *permute_kernel.tensors(
+            x_ptr=x,
+            x_scale_ptr=x_scale,
+            probs_ptr=probs,
+            experts_ptr=a.map.experts,
+            row_of_slot_ptr=a.map.row_of_slot,
+            slot_of_row_ptr=a.map.slot_of_row,
+            y_ptr=y,
+            y_scale_ptr=y_scale,
+            row_probs_ptr=o.row_probs,
+        )
     )
 
 
@@ -182,8 +209,20 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
     )
     launch(
         (count_stripes(rows, cols) * -(-cols // tile), 1, 1),
-        (x, probs, a.map.experts, a.map.slot_of_row, o.row_probs, *row[:2], *col[:2]),
-        (rows, cols, slots, x.stride(0), _last(probs), *row[2:], *col[2:]),
+        *permute_stripe_kernel.arguments(
+            x_ptr=x,
+            probs_ptr=probs,
+            experts_ptr=a.map.experts,
+            slot_of_row_ptr=a.map.slot_of_row,
+            row_probs_ptr=o.row_probs,
+            rows=rows,
+            cols=cols,
+            slots=slots,
+            x_stride=x.stride(0),
+            probs_stride=_last(probs),
+            copy=row,
+            copy_t=col,
+        ),
     )
 
 
@@ -205,8 +244,27 @@ def launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -
     )
     launch(
         (tokens - (0 if o.rows is None else -row_count // PADS.value), 1, 1),
-        (dy, rows, scale, probs, a.map.experts, a.map.row_of_slot, a.map.slot_of_row, o.rows, o.probs),
-        (tokens, row_count, cols, slots, dy.stride(0), *strides, _last(probs), _last(probs)),
+        *unpermute_backward_kernel.arguments(
+            dy_ptr=dy,
+            rows_ptr=rows,
+            scale_ptr=scale,
+            probs_ptr=probs,
+            experts_ptr=a.map.experts,
+            row_of_slot_ptr=a.map.row_of_slot,
+            slot_of_row_ptr=a.map.slot_of_row,
+            drows_ptr=o.rows,
+            dprobs_ptr=o.probs,
+            tokens=tokens,
+            rows=row_count,
+            cols=cols,
+            slots=slots,
+            dy_stride=dy.stride(0),
+            rows_stride=strides[0],
+            scale_row_stride=strides[1],
+            scale_col_stride=strides[2],
+            probs_stride=_last(probs),
+            dprobs_stride=_last(probs),
+        ),
     )
 
 
@@ -232,6 +290,22 @@ def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
     format = None if plain else a.codes.format
     _unpermute_launch(format, _at_once(slots), config, align, masked)(
         (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
-        (rows, scale, probs, a.map.experts, contiguous(a.carried), a.map.row_of_slot, o.y, o.carried),
-        (tokens, cols, slots, *strides, _last(probs), _last(o.carried)),
+        *unpermute_kernel.arguments(
+            rows_ptr=rows,
+            scale_ptr=scale,
+            probs_ptr=probs,
+            experts_ptr=a.map.experts,
+            carried_ptr=contiguous(a.carried),
+            row_of_slot_ptr=a.map.row_of_slot,
+            y_ptr=o.y,
+            back_ptr=o.carried,
+            tokens=tokens,
+            cols=cols,
+            slots=slots,
+            rows_stride=strides[0],
+            scale_row_stride=strides[1],
+            scale_col_stride=strides[2],
+            probs_stride=_last(probs),
+            back_stride=_last(o.carried),
+        ),
     )

@@ -83,9 +83,23 @@ def launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
     )
     launch(
         (-(-rows // config.rows), 1, 1),
-        (logits, indices, dweights, dscores, contiguous(a.dscore_sums), a.dz, o.logits),
-        (rows, experts, stride, indices.shape[-1], dweights_stride, dscores_stride),
-        (how.eps, how.scale),
+        *route_backward_kernel.arguments(
+            logits_ptr=logits,
+            indices_ptr=indices,
+            dweights_ptr=dweights,
+            dscores_ptr=dscores,
+            dscore_sums_ptr=contiguous(a.dscore_sums),
+            dz_ptr=a.dz,
+            dlogits_ptr=o.logits,
+            rows=rows,
+            experts=experts,
+            stride=stride,
+            k=indices.shape[-1],
+            dweights_stride=dweights_stride,
+            dscores_stride=dscores_stride,
+            eps=how.eps,
+            scale=how.scale,
+        ),
     )
 
 
@@ -109,14 +123,48 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
             None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
             for t in totals
         )
+    counts, score_sums, score_counts, z = partials
     align = align_of(group_size, stride, least=4)
     _route_launch(how, groups.masked_is_zero, config, a.k, align)(
         (programs, 1, 1),
-        (logits, contiguous(a.bias), o.weights, o.indices, o.scores, *partials),
-        (rows, experts, stride, a.k, groups.number, group_size, groups.topk, groups.best, program_rows),
-        (how.eps, how.scale),
+        *route_kernel.arguments(
+            logits_ptr=logits,
+            bias_ptr=contiguous(a.bias),
+            weights_ptr=o.weights,
+            indices_ptr=o.indices,
+            scores_ptr=o.scores,
+            counts_ptr=counts,
+            score_sums_ptr=score_sums,
+            score_counts_ptr=score_counts,
+            z_ptr=z,
+            rows=rows,
+            experts=experts,
+            stride=stride,
+            k=a.k,
+            groups=groups.number,
+            group_size=group_size,
+            group_topk=groups.topk,
+            group_best=groups.best,
+            program_rows=program_rows,
+            eps=how.eps,
+            scale=how.scale,
+        ),
     )
     if programs > 1:
         piece, tile, num_warps = totals_config(experts, target)
         launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
-        launch((-(-experts // tile), 1, 1), (*partials, *totals), (programs, experts))
+        launch(
+            (-(-experts // tile), 1, 1),
+            *route_totals_kernel.arguments(
+                counts_ptr=counts,
+                score_sums_ptr=score_sums,
+                score_counts_ptr=score_counts,
+                z_ptr=z,
+                total_counts_ptr=o.counts,
+                total_score_sums_ptr=o.score_sums,
+                total_score_counts_ptr=o.score_counts,
+                total_z_ptr=o.z,
+                programs=programs,
+                experts=experts,
+            ),
+        )

@@ -117,7 +117,18 @@ def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
         COLS_MASKED=cols % config.n != 0,
     )
     programs = -(-rows // config.m) * -(-cols // config.n)
-    launch((programs, 1, 1), (dy, weight, dx), (rows, cols, experts, dy_stride))
+    launch(
+        (programs, 1, 1),
+        *router_linear_dx_kernel.arguments(
+            dy_ptr=dy,
+            weight_ptr=weight,
+            dx_ptr=dx,
+            rows=rows,
+            cols=cols,
+            experts=experts,
+            dy_stride=dy_stride,
+        ),
+    )
 
 
 def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
@@ -150,8 +161,21 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
         EXPERT_ALIGN=_four(experts, dy_stride),
         COLS_MASKED=cols % config.n != 0,
     )
-    integers = (rows, cols, experts, stride, dy_stride, split_rows)
-    launch((tiles, splits, 1), (x, dy, dweight, dbias), integers)
+    launch(
+        (tiles, splits, 1),
+        *router_linear_dweight_kernel.arguments(
+            x_ptr=x,
+            dy_ptr=dy,
+            dweight_ptr=dweight,
+            dbias_ptr=dbias,
+            rows=rows,
+            cols=cols,
+            experts=experts,
+            x_stride=stride,
+            dy_stride=dy_stride,
+            split_rows=split_rows,
+        ),
+    )
     for grad, partials in ((o.weight, dweight), (o.bias, dbias)):
         if grad is not None and partials is not None and partials is not grad:
             sum_partials(partials, grad, few=True)
@@ -179,6 +203,19 @@ def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
         splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
         y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
     launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
-    launch((*grid, splits), (x, weight, bias, y), (rows, cols, experts, stride, split_cols))
+    launch(
+        (*grid, splits),
+        *router_linear_kernel.arguments(
+            x_ptr=x,
+            weight_ptr=weight,
+            bias_ptr=bias,
+            y_ptr=y,
+            rows=rows,
+            cols=cols,
+            experts=experts,
+            x_stride=stride,
+            split_cols=split_cols,
+        ),
+    )
     if splits > 1:
         sum_partials(y, o.y, few=True)

@@ -45,8 +45,13 @@ def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
         compact = Launch.of(compact_kernel, num_warps=num_warps, ROWS=rows, TILE=128)
         compact(
             (-(-tokens // rows), 1, 1),
-            (routing.view(torch.uint8), o.experts),
-            (tokens, a.experts, a.slots),
+            *compact_kernel.arguments(
+                mask_ptr=routing.view(torch.uint8),
+                experts_ptr=o.experts,
+                tokens=tokens,
+                experts=a.experts,
+                slots=a.slots,
+            ),
         )
         routing = o.experts
     count = o.row_of_slot.numel()
@@ -58,12 +63,32 @@ def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
     block, num_warps = count_config(target)
     Launch.of(count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)(
         (programs, 1, 1),
-        (routing, counts, o.slot_of_row),
-        (count, a.experts, a.rows, program_slots, -(-a.rows // programs)),
+        *count_kernel.arguments(
+            routing_ptr=routing,
+            counts_ptr=counts,
+            slot_of_row_ptr=o.slot_of_row,
+            count=count,
+            experts=a.experts,
+            rows=a.rows,
+            program_slots=program_slots,
+            program_rows=-(-a.rows // programs),
+        ),
     )
     block, num_warps = place_config(target)
     Launch.of(place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)(
         (programs, 1, 1),
-        (routing, counts, o.row_of_slot, o.slot_of_row, o.counts, o.offsets),
-        (count, a.experts, a.rows, a.align, program_slots, programs),
+        *place_kernel.arguments(
+            routing_ptr=routing,
+            counts_ptr=counts,
+            row_of_slot_ptr=o.row_of_slot,
+            slot_of_row_ptr=o.slot_of_row,
+            total_ptr=o.counts,
+            offsets_ptr=o.offsets,
+            count=count,
+            experts=a.experts,
+            rows=a.rows,
+            align=a.align,
+            program_slots=program_slots,
+            programs=programs,
+        ),
     )

@@ -69,6 +69,23 @@ def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> t
     return tuple(found)
 
 
+# What kernels call the numbers of `_levels`.
+_LEVELS = (
+    "second",
+    "third",
+    *(
+        f"{tensor}_{level}_stride"
+        for tensor in ("x", "gate", "dy", "dx")
+        for level in ("first", "second", "third")
+    ),
+)
+
+
+def _named(levels: tuple[int, ...]) -> dict[str, int]:
+    """The levels of x and the gate, or of these, dy and dx, by name."""
+    return dict(zip(_LEVELS, levels, strict=False))
+
+
 def _strides_in_order(x: Tensor, transpose: bool) -> tuple[int, ...]:
     """The strides of `in_order(x, transpose)`. Kernels take no more than these and the address, which is x's."""
     if not transpose:
@@ -103,7 +120,7 @@ def _within_groups(format: Format, groups: int, cols: int) -> bool:
 
 
 class _Layout(NamedTuple):
-    """Where the groups of x and of the gate lie, in the order in which kernels take it."""
+    """Where the groups of x and of the gate lie."""
 
     rows: int  # groups of all tokens
     cols: int  # of a group
@@ -152,7 +169,17 @@ def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities
     )
     rows, cols, groups, levels = layout
     programs = -(-rows // config.rows)
-    return launch.bind((programs, 1, 1), (programs * config.rows, rows, cols, groups, *levels, *made.strides))
+    scale_row_stride, scale_col_stride = made.strides
+    return launch.bind(
+        (programs, 1, 1),
+        bound=programs * config.rows,
+        rows=rows,
+        cols=cols,
+        groups=groups,
+        **_named(levels),
+        data_scale_row_stride=scale_row_stride,
+        data_scale_col_stride=scale_col_stride,
+    )
 
 
 class _GatedNorm:
@@ -169,8 +196,15 @@ class _GatedNorm:
 
     def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
         _groups_launch(self.layout, self.a.act, self.a.casting, self.target, made)(
-            (self.x, self.gate, self.weight, None, y, self.rstd, None, None, None),
-            (self.a.eps, self.a.weight_offset),
+            *gated_norm_kernel.tensors(
+                x_ptr=self.x,
+                gate_ptr=self.gate,
+                weight_ptr=self.weight,
+                y_ptr=y,
+                rstd_ptr=self.rstd,
+                eps=self.a.eps,
+                weight_offset=self.a.weight_offset,
+            )
         )
 
     def quantized(self) -> None:
@@ -206,8 +240,18 @@ class _GatedNorm:
         if copy is None and partials is None:  # computes the statistics alone
             gate = weight = None  # type: ignore[assignment]
         launch(
-            (self.x, gate, weight, given if copy else None, None, self.rstd, partials, data, data_scale),
-            (a.eps, a.weight_offset),
+            *gated_norm_kernel.tensors(
+                x_ptr=self.x,
+                gate_ptr=gate,
+                weight_ptr=weight,
+                given_ptr=given if copy else None,
+                rstd_ptr=self.rstd,
+                amax_ptr=partials,
+                data_ptr=data,
+                data_scale_ptr=data_scale,
+                eps=a.eps,
+                weight_offset=a.weight_offset,
+            )
         )
         return partials
 
@@ -220,8 +264,6 @@ class _GatedNorm:
         stripes = count_stripes(tokens, width)
         tiles = stripes * -(-width // tile)
         partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
-        data, data_scale, *strides = copy_arguments(row)
-        data_t, data_t_scale, *strides_t = copy_arguments(col)
         launch = Launch.of(
             gated_norm_stripe_kernel,
             num_warps=num_warps,
@@ -238,20 +280,22 @@ class _GatedNorm:
         )
         launch(
             (tiles, 1, 1),
-            (
-                self.x,
-                self.gate,
-                self.weight,
-                given,
-                self.rstd,
-                partials,
-                data,
-                data_scale,
-                data_t,
-                data_t_scale,
+            *gated_norm_stripe_kernel.arguments(
+                x_ptr=self.x,
+                gate_ptr=self.gate,
+                weight_ptr=self.weight,
+                given_ptr=given,
+                rstd_ptr=self.rstd,
+                amax_ptr=partials,
+                bound=stripes * STRIPE * groups,
+                tokens=tokens,
+                cols=width,
+                groups=groups,
+                **_named(levels),
+                copy=copy_arguments(row),
+                copy_t=copy_arguments(col),
+                weight_offset=self.a.weight_offset,
             ),
-            (stripes * STRIPE * groups, tokens, width, groups, *levels, *strides, *strides_t),
-            (self.a.weight_offset,),
         )
         return partials
 
@@ -287,9 +331,23 @@ def launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) 
     )
     launch(
         (parts * groups, 1, 1),
-        (x, gate, dy, contiguous(a.weight), a.rstd, o.x, o.gate, sums),
-        (parts * program_tokens * groups, tokens, program_tokens, cols, groups, *levels),
-        (a.weight_offset,),
+        *gated_norm_backward_kernel.arguments(
+            x_ptr=x,
+            gate_ptr=gate,
+            dy_ptr=dy,
+            weight_ptr=contiguous(a.weight),
+            rstd_ptr=a.rstd,
+            dx_ptr=o.x,
+            dgate_ptr=o.gate,
+            dweight_ptr=sums,
+            bound=parts * program_tokens * groups,
+            tokens=tokens,
+            program_tokens=program_tokens,
+            cols=cols,
+            groups=groups,
+            **_named(levels),
+            weight_offset=a.weight_offset,
+        ),
     )
     if o.weight is not None and sums is not None:
         sum_partials(sums, o.weight)
