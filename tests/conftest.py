@@ -18,7 +18,7 @@ from weft.lab.calls import under
 # TRITON_LOOM_QUICK_BUILD=0 tests what users run.
 os.environ.setdefault("TRITON_LOOM_QUICK_BUILD", "1")
 # What somebody has tuned on this machine is not what is tested.
-os.environ.setdefault("WEFT_TILES", "")
+os.environ.setdefault("WEFT_CHOICES", "")
 
 __all__ = [
     "device_under_test",

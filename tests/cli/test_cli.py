@@ -26,6 +26,7 @@ from weft.cli import doctor, main
 from weft.lab.commands.published import widths
 from weft.lab.published import PUBLISHED, Published
 from weft.runtime import loom
+from weft.runtime.backend import chosen
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +259,7 @@ def test_self_test_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: s
         changed = x.clone()
         changed[100, 200] *= 1.25
         served = doctor.launch_device() == "cpu"  # the reference that it is compared with stays right
-        return right(changed if served and not _reference_is_chosen() else x, *args, **kwargs)
+        return right(changed if served and chosen() != "reference" else x, *args, **kwargs)
 
     monkeypatch.setattr(doctor, op, wrong)
     report = doctor.examine()
@@ -268,12 +269,6 @@ def test_self_test_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: s
             op != "quantize",
         ]
         assert not report.healthy
-
-
-def _reference_is_chosen() -> bool:
-    from weft.runtime.backend import _chosen
-
-    return _chosen.get() == "reference"
 
 
 def test_gpus_are_shown_with_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def interrupted(command: list[str], after: str = "", seconds: float = 0.0) -> tu
     mark = f"interrupted-{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "WEFT_QUIET": "1", "WEFT_TEST_MARK": mark, "WEFT_TILES": tempfile.gettempdir()},
+        env={**os.environ, "WEFT_QUIET": "1", "WEFT_TEST_MARK": mark, "WEFT_CHOICES": tempfile.gettempdir()},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
     )  # fmt: skip
     assert process.stdout is not None

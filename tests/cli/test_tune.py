@@ -48,7 +48,7 @@ def test_a_run_on_this_cpu(
 ) -> None:
     """Nothing stands in for anything: candidates are built, judged and timed."""
     monkeypatch.setattr(tune, "ROUNDS", 5)
-    out = tmp_path / "tiles.json"
+    out = tmp_path / "choices.json"
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
     header, _ = read(out)
     assert header["target"] == "cpu"
@@ -60,7 +60,7 @@ def test_a_run_on_this_cpu(
 
 def test_the_faster_is_kept_and_walked_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = taking(monkeypatch, tile_512=8.0, tile_256=6.0)
-    out = tmp_path / "tiles.json"
+    out = tmp_path / "choices.json"
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
     entry = read(out)[1][KEY]
     assert entry["config"]["tile"] == 256
@@ -83,7 +83,7 @@ def test_one_that_fails_a_check_is_not_kept(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("a byte beside the result was written")
 
     monkeypatch.setitem(tuning.CHECKS, "guard_bands", fails)
-    out = tmp_path / "tiles.json"
+    out = tmp_path / "choices.json"
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
     assert read(out)[1] == {}
 
@@ -162,7 +162,7 @@ def test_a_target_is_modelled_and_what_spills_is_dropped(
     said = capsys.readouterr().out
     assert "modelled for sm_90" in said
     assert "Nothing is written" in said
-    out = tmp_path / "tiles.json"
+    out = tmp_path / "choices.json"
     assert main(["tune", "--op", "dequantize", "--target", "sm_90", "--out", str(out)]) == 0
     header, entries = read(out)
     assert (header["target"], header["device"]) == ("sm_90", "")
@@ -188,7 +188,7 @@ def test_the_model_prefers_what_it_should() -> None:
         (["--op", "nothing"], "there is no op 'nothing'"),
         (["--workload", "nothing"], "no workload has 'nothing' in its name"),
         (["--target", "sm_90", "--device", "cuda"], "give --device, which is measured, or --target"),
-        (["--op", "rope"], "WEFT_TILES is empty"),
+        (["--op", "rope"], "WEFT_CHOICES is empty"),
     ],
 )
 def test_what_cannot_be_tuned_is_said(

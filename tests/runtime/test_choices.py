@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for cached in kept:
             cached.cache_clear()
 
-    monkeypatch.setenv("WEFT_TILES", str(tmp_path))
+    monkeypatch.setenv("WEFT_CHOICES", str(tmp_path))
     forget()
     yield tmp_path
     monkeypatch.undo()
@@ -111,9 +111,9 @@ def test_a_mistake_in_rules_is_named(changed: dict[str, Any], said: str) -> None
         "rules": [{"when": {}, "targets": {"": [64, 64, 4, 1]}}],
     }
     one = choices.choices["attention"]
-    assert len(choices._rules(one, table, Path("tiles.json"))) == 1
+    assert len(choices._rules(one, table, Path("choices.json"))) == 1
     with pytest.raises(TilesError, match=said):
-        choices._rules(one, table | changed, Path("tiles.json"))
+        choices._rules(one, table | changed, Path("choices.json"))
 
 
 def test_a_choice_has_one_name() -> None:
@@ -229,7 +229,7 @@ def test_an_empty_variable_means_nothing(folder: Path, monkeypatch: pytest.Monke
     tuned(this_cpu(), device=name)
     tuned_for.cache_clear()
     assert tuned_for("cpu", name).entries
-    monkeypatch.setenv("WEFT_TILES", "")
+    monkeypatch.setenv("WEFT_CHOICES", "")
     tuned_for.cache_clear()
     assert not tuned_for("cpu", name).entries
     with pytest.raises(TilesError, match="unset it"):
@@ -253,7 +253,7 @@ def test_many_processes_write_one_file(folder: Path) -> None:
 
 
 def test_a_bundle_has_what_a_named_file_chooses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_TILES", str(tuned(folder / "h100.json", "sm_90", "NVIDIA H100")))
+    monkeypatch.setenv("WEFT_CHOICES", str(tuned(folder / "h100.json", "sm_90", "NVIDIA H100")))
     devices.of_target.cache_clear()
     tuned_for.cache_clear()
     calls = [lambda: weft.rms_norm(torch.empty(4, 256, device="meta"))]
@@ -273,17 +273,17 @@ def test_what_is_missing_names_the_file(folder: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(norm_kernel, "variants", {})
     weft.runtime.Launch.of.cache_clear()
-    with pytest.raises(RuntimeError, match=f"`WEFT_TILES={path} weft aot build --target cpu .*--op norm"):
+    with pytest.raises(RuntimeError, match=f"`WEFT_CHOICES={path} weft aot build --target cpu .*--op norm"):
         weft.rms_norm(torch.ones(2, 256, dtype=torch.float16))
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that somebody mistyped; the folder that is looked into unasked may well be missing."""
-    monkeypatch.setenv("WEFT_TILES", str(tmp_path / "no-such-file.json"))
+    monkeypatch.setenv("WEFT_CHOICES", str(tmp_path / "no-such-file.json"))
     choices.tuned_for.cache_clear()
-    with pytest.warns(UserWarning, match=r"WEFT_TILES=.*no-such-file.json names no file and no folder"):
+    with pytest.warns(UserWarning, match=r"WEFT_CHOICES=.*no-such-file.json names no file and no folder"):
         assert choices.tuned_for("cpu", "some device") is choices.NOTHING_TUNED
-    monkeypatch.delenv("WEFT_TILES")
+    monkeypatch.delenv("WEFT_CHOICES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     choices.tuned_for.cache_clear()
     assert choices.tuned_for("cpu", "some device") is choices.NOTHING_TUNED

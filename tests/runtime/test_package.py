@@ -20,7 +20,7 @@ def test_package_is_typed() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("weft", {"*.py", "py.typed", "ops/*/tiles.json"}),
+        ("weft", {"*.py", "py.typed", "ops/*/choices.json"}),
         ("triton_loom", {"*.py", "py.typed", "include/*.h", "include/gpu/*.h", "include/gpu/*.cpp"}),
     ],
 )

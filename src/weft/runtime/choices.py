@@ -9,10 +9,10 @@ NamedTuple of integers. It is declared with a name, and with the limits of the f
 Three places are asked, in this order, and the answer is kept, so that a call after the first asks none of them:
 
 1. what was tuned for the device (`weft tune`), in a file that is read once, when the device is first used. For those of
-   this machine it is `~/.cache/weft/tuned/DEVICE-TRITON.json`. `WEFT_TILES` names another folder; or one file, which
+   this machine it is `~/.cache/weft/tuned/DEVICE-TRITON.json`. `WEFT_CHOICES` names another folder; or one file, which
    then holds for every device of the target that it was made for, also where kernels are compiled ahead of time; or
    nothing, if it is empty;
-2. the rules in `tiles.json` beside the module of the function, which are shipped: tables by target;
+2. the rules in `choices.json` beside the module of the function, which are shipped: tables by target;
 3. the function itself, a formula.
 
 No fact of a choice is a number of rows, other than whether there are few: what is compiled must not depend on it, and
@@ -38,8 +38,8 @@ from . import bundle
 from .capabilities import NOTHING_TUNED, Capabilities, Fact, Key, Tuned
 
 SCHEMA = 1
-VARIABLE = "WEFT_TILES"
-RULES = "tiles.json"  # beside the module of a choice
+VARIABLE = "WEFT_CHOICES"
+RULES = "choices.json"  # beside the module of a choice
 # On a CPU they decide nothing.
 OF_GPUS = ("num_warps", "num_stages")
 
@@ -195,7 +195,7 @@ def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
 
 
 def folder() -> Path | None:
-    """Where files of devices lie; None if `WEFT_TILES` is empty or names one file."""
+    """Where files of devices lie; None if `WEFT_CHOICES` is empty or names one file."""
     named = os.environ.get(VARIABLE)
     if named is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -204,7 +204,7 @@ def folder() -> Path | None:
 
 
 def path_for(device: str) -> Path:
-    """The file of a device by its name: that of `WEFT_TILES`, or one in the folder."""
+    """The file of a device by its name: that of `WEFT_CHOICES`, or one in the folder."""
     import triton
 
     within = folder()

@@ -51,7 +51,7 @@ def _with(known: Capabilities, tuned: Tuned) -> Capabilities:
 
 @functools.cache
 def of_target(target: str) -> Capabilities:
-    """The capabilities of a named target with what was tuned for it, if `WEFT_TILES` names a file; the CPU is that of
+    """The capabilities of a named target with what was tuned for it, if `WEFT_CHOICES` names a file; the CPU is that of
     this machine."""
     if target == "cpu":
         return of_device(torch.device("cpu"))

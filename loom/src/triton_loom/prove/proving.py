@@ -190,7 +190,7 @@ class Prover:
             return Answer(o.kind, o.what, o.place, "proven", "digits")
         facts = [*both, pair.differ]
         # What digits do not show is seldom shown otherwise: less is done for it.
-        solution = decide(facts, o.goal, {"digits": lambda: pair.lemmas}, self.effort // 2)
+        solution = decide(facts, o.goal, {"digits": lambda: pair.lemmas}, max(self.effort // 2, 1))
         if solution.verdict != "counterexample":
             return _without_example(o, solution)
         guessed = self.guessed(o.assuming, o.goal)

@@ -134,7 +134,7 @@ def _check(args: argparse.Namespace) -> None:
 def _keep(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
     """Write what is better. A model's preferences are written only where they were asked for."""
     if args.target and args.out is None:
-        Console().print("Nothing is written: with --out FILE, WEFT_TILES=FILE takes these.")
+        Console().print("Nothing is written: with --out FILE, WEFT_CHOICES=FILE takes these.")
         return
     target = args.target or capabilities_of(torch.device(args.device)).target
     path = args.out or path_for(device)

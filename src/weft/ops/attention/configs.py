@@ -1,4 +1,4 @@
-"""The tiles that attention is cut into: declared in `tiles.json` for each width of heads and each target."""
+"""The tiles that attention is cut into: declared in `choices.json` for each width of heads and each target."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AttentionConfig(NamedTuple):
 @choice("attention", m=(16, 256), n=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
 def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabilities) -> AttentionConfig:
     """The tile of a kernel: "forward", "value" for codes of values, or "delta", "query" and "key" for the gradients.
-    `itemsize` is that of queries. All are in `tiles.json`, by the widest head that they are for."""
+    `itemsize` is that of queries. All are in `choices.json`, by the widest head that they are for."""
     raise LookupError(
         f"no tile of {kernel} is declared for heads of {qk} and {v} numbers of {itemsize} bytes"
     )

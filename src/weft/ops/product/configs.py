@@ -1,4 +1,4 @@
-"""The tiles that products are cut into: declared in `tiles.json` for each kind of operands and each target.
+"""The tiles that products are cut into: declared in `choices.json` for each kind of operands and each target.
 
 A tile is chosen by what the operands are, by whether there are few rows (at most 64, where reading the weights is all
 the work), and by the target. N and K decide only how many spans K is cut into where there are few rows, so that a row's
@@ -59,7 +59,7 @@ LIMITS = {"m": (16, 256), "n": (16, 256), "k": (16, 256), "num_warps": (1, 16), 
 
 @choice("matmul.many", **LIMITS)
 def many_config(kind: str, target: Capabilities) -> ProductConfig:
-    """The tiles of a plain product of many rows. All are in `tiles.json`."""
+    """The tiles of a plain product of many rows. All are in `choices.json`."""
     raise LookupError(f"no tile of {kind} products is declared for {target.target}")
 
 
