@@ -364,10 +364,6 @@ def reduce_amax(
     launch(
         (1, 1, 1),
         *_tensor_scale_kernel.arguments(
-            partial_ptr=partials,
-            amax_ptr=amax,
-            scale_ptr=first,
-            scale_t_ptr=second,
-            count=partials.numel(),
+            partial_ptr=partials, amax_ptr=amax, scale_ptr=first, scale_t_ptr=second, count=partials.numel()
         ),
     )

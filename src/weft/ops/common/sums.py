@@ -76,12 +76,7 @@ def sum_partials(partials: Tensor, out: Tensor, count: int | None = None, *, few
     launch = Launch.of(_sum_kernel, num_warps=warps, ROWS=piece, TILE=width, ALIGN=align_of(cols))
     launch(
         (-(-cols // width) * (rows // count), 1, 1),
-        *_sum_kernel.arguments(
-            partial_ptr=partials,
-            out_ptr=out,
-            count=count,
-            cols=cols,
-        ),
+        *_sum_kernel.arguments(partial_ptr=partials, out_ptr=out, count=count, cols=cols),
     )
 
 

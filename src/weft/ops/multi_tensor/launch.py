@@ -71,19 +71,13 @@ def launch_multi_tensor_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
         _reduce_launch(segment.dtype, what, target)(
             (segment.chunks, 1, 1),
             *multi_tensor_reduce_kernel.arguments(
-                table_ptr=table.entries,
-                partial_ptr=partial,
-                first=segment.first,
+                table_ptr=table.entries, partial_ptr=partial, first=segment.first
             ),
             reached=reached,
         )
     _total_launch(what, target)(
         (1, 1, 1),
-        *multi_tensor_total_kernel.arguments(
-            partial_ptr=partial,
-            total_ptr=o.total,
-            count=table.chunks,
-        ),
+        *multi_tensor_total_kernel.arguments(partial_ptr=partial, total_ptr=o.total, count=table.chunks),
     )
 
 
@@ -104,10 +98,7 @@ def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
         _clip_launch(segment.dtype, target)(
             (segment.chunks, 1, 1),
             *multi_tensor_clip_kernel.arguments(
-                table_ptr=table.entries,
-                norm_ptr=norm,
-                first=segment.first,
-                max_norm=a.max_norm,
+                table_ptr=table.entries, norm_ptr=norm, first=segment.first, max_norm=a.max_norm
             ),
             reached=reached,
         )

@@ -114,12 +114,7 @@ class _Quantize:
             find(
                 (stripes * tiles, 1, 1),
                 *amax_kernel.arguments(
-                    x_ptr=x,
-                    row_ptr=of_rows,
-                    col_ptr=of_cols,
-                    rows=rows,
-                    cols=cols,
-                    x_stride=x.stride(0),
+                    x_ptr=x, row_ptr=of_rows, col_ptr=of_cols, rows=rows, cols=cols, x_stride=x.stride(0)
                 ),
             )
             largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
