@@ -8,15 +8,13 @@ night:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 import triton_loom
 from triton_loom.testing import words
 
 import weft
+from tests.support.night import by_family
 from weft.lab.calls import parts, results, small
 from weft.lab.checks import accuracy
 from weft.lab.families import Workload
@@ -43,15 +41,6 @@ def emulated(workload: Workload, target: str) -> dict[str, float]:
     }
     assert excuses or not any(differ.values()), differ
     return differ
-
-
-def by_family() -> Iterator[Any]:
-    """Parameters: all ops. The last of each family, a forward one with few kernels, runs by day; the others are slow
-    tests."""
-    families = {op: weft.catalogue[op].launch.__module__.split(".")[2] for op in weft.catalogue}
-    last = {family: op for op, family in families.items()}.values()
-    for op in weft.catalogue:
-        yield pytest.param(op, marks=[] if op in last else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("op", list(by_family()))

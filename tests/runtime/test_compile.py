@@ -95,10 +95,10 @@ def representative() -> tuple[Workload, ...]:
     return tuple(workload for workload in WORKLOADS if str(workload) in chosen)
 
 
+@pytest.mark.slow
 def test_a_variant_of_every_kernel() -> None:
-    """With every change on Hopper alone: of each kernel one of the fullest variants, with wide accesses if it has such.
-    Other variants and targets take a minute each, and are for the night. Families with a `test_compiled.py` of their
-    own are compiled there."""
+    """On Hopper alone, of each kernel one of the fullest variants, with wide accesses if it has such. Families with a
+    `test_compiled.py` of their own are compiled there, with every change."""
     variants = collected(representative(), "sm_90")
     full = fullest(variants)
     apart = tuple(f"weft.ops.{path.parent.name}." for path in OPS.glob("*/test_compiled.py"))

@@ -227,7 +227,9 @@ def assert_partly_frozen(
         assert relative(got, whole[name]) < limit, name
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize(
+    "biased", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="biased")]
+)
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_experts_of_which_one_parameter_trains(recipe: str | None, biased: bool) -> None:
     """`down` alone, or the weights of the router alone, used to read memory that nobody had written."""
