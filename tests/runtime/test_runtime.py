@@ -30,6 +30,7 @@ from tests.support import IMPORTED
 from weft.language import tl
 from weft.runtime import Capabilities, Kernel, Launch, kernel, launch, launch_device, observing, recording
 from weft.runtime.launch import recorded_by
+from weft.runtime.remembered import forget, remembered
 from weft.runtime.variant import triton_target
 
 PACKAGE = Path(weft.__file__).parent
@@ -497,6 +498,31 @@ def test_ops_launch_by_name() -> None:
                 case ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), second, *_]):
                     by_name = ast.unparse(second).endswith(")") and ".arguments(" in ast.unparse(second)
                     assert by_name, f"{path}:{node.lineno}"
+
+
+def test_what_is_remembered_can_be_forgotten() -> None:
+    asked = []
+
+    @remembered
+    def double(n: int) -> int:
+        asked.append(n)
+        return 2 * n
+
+    assert [double(3), double(3)] == [6, 6]
+    assert asked == [3]
+    forget()
+    assert double(3) == 6
+    assert asked == [3, 3]
+
+
+def test_all_caches_of_host_code_can_be_forgotten() -> None:
+    """Another bounded cache would keep the symbols of a proof; tables of angles have one, which proofs replace."""
+    own = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if "lru_cache(" in path.read_text() and "lab" not in path.parts
+    }
+    assert own == {"remembered.py", "angles.py"}
 
 
 def test_arguments_by_the_wrong_name() -> None:

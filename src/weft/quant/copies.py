@@ -7,7 +7,6 @@ with M (in the column-wise copy K) contiguous and padded to a multiple of 4; oth
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..runtime import Maybe, MaybeStr
+from ..runtime import Maybe, MaybeStr, remembered
 from .formats import Format, transposed_spec
 
 
@@ -98,7 +97,7 @@ def _rooms(spec: str, rows: int, cols: int, rowwise: bool, columnwise: bool) -> 
     return data, scale, data_t, scale_t, last, last_t
 
 
-_known_rooms = functools.lru_cache(maxsize=4096)(_rooms)
+_known_rooms = remembered(_rooms)
 
 
 def scale_room(format: Format, rows: int, cols: int) -> Room:
@@ -149,7 +148,7 @@ def check_codes(name: str, codes: Codes, rows: int, length: int, *, blocks: int 
         raise ValueError(f"{name} cannot be read as {spec}: {problem}")
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _problem_of_codes(
     spec: str,
     data_dtype: torch.dtype,

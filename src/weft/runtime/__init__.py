@@ -30,6 +30,7 @@ from .ops import (
     plain_gradient,
     register_gradient_decoder,
 )
+from .remembered import remembered
 from .sharding import Sharding, is_distributed, local_of, local_rows, place_like, summed
 from .variant import TARGETS, Variant
 
@@ -71,6 +72,7 @@ __all__ = [
     "recorded_by",
     "recording",
     "register_gradient_decoder",
+    "remembered",
     "serves",
     "set_backend",
     "summed",

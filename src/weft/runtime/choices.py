@@ -36,6 +36,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from . import bundle
 from .capabilities import NOTHING_TUNED, Capabilities, Fact, Key, Tuned
+from .remembered import remembered
 
 SCHEMA = 1
 VARIABLE = "WEFT_CHOICES"
@@ -132,7 +133,7 @@ def choice(name: str, **limits: tuple[int, int]) -> Callable[[Callable[P, C]], C
         if name in choices:
             raise ValueError(f"there are two choices {name!r}")
         made = choices[name] = Choice(name, function, limits)
-        kept: Any = functools.lru_cache(maxsize=4096)(made.choose)
+        kept: Any = remembered(made.choose)
         functools.update_wrapper(kept, function)
         return cast("Callable[P, C]", kept)
 

@@ -7,7 +7,6 @@ the guards say for which sizes the same launches are made.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import linecache
 import traceback
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -31,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ops.heads import launch as heads
 from ...runtime import Launch, Op, Variant, catalogue, recorded_by
 from ...runtime.launch import WIDE
+from ...runtime.remembered import forget
 from ..families import Inputs, Workload
 
 LARGEST = 2**31 - 1  # of a size: the most that 32 bits hold
@@ -325,8 +324,7 @@ def without_numbers() -> Iterator[None]:
             yield
         finally:
             _storages.clear()
-            for remembered in _caches():
-                remembered.cache_clear()  # what they know is of symbols that are gone
+            forget()  # what is known of symbols that are gone
 
 
 def _run(op: Any, a: Any) -> Any:
@@ -366,16 +364,3 @@ def _number_of(tensor: Tensor) -> int:
 def _address(tensor: Tensor) -> Any:
     """Storages begin at multiples of 16 bytes, and far enough from each other."""
     return _number_of(tensor) * 2**50 + tensor.storage_offset() * tensor.element_size()
-
-
-@cache
-def _caches() -> list[Any]:
-    """The caches of host code that forget: what they hold can be made again."""
-    kind = type(cache(lambda: None))
-    return [
-        found
-        for found in gc.get_objects()
-        if type(found) is kind
-        and str(getattr(found, "__module__", "")).startswith("weft.")
-        and found.cache_parameters()["maxsize"] is not None
-    ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered
 from ..common.copies import cast_mode, copy_arguments
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
@@ -167,7 +166,7 @@ def _tile(
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capabilities) -> Bound:
     """`codes` are the strides of the row-wise copy."""
     counts, inputs = forms.counts, forms.inputs()
@@ -213,7 +212,7 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
     return Bound(bound, tiles * counts.batch, within)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
     """The launch of the kernel that makes codes of values."""
     counts, value = forms.counts, _at(forms.value, forms.layout)
@@ -310,7 +309,7 @@ class Upstream(NamedTuple):
     value: Sizes | None
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _delta(forms: Forms, up: Upstream, target: Capabilities) -> Bound:
     counts, layout = forms.counts, memory_layout(forms.layout)
     y, dy = _at(up.y, layout), _at(up.dy, layout)
@@ -326,7 +325,7 @@ def _delta(forms: Forms, up: Upstream, target: Capabilities) -> Bound:
     return Bound(bound, tiles * counts.batch)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> BoundLaunch:
     """The launch of the kernel for the gradient of queries, or for those of keys and values."""
     counts = forms.counts

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ...runtime import remembered
 from .rows import compute_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def checked_once(function: F) -> F:
     """Decorate a function that checks plain values and makes an object of them, so that it runs once for each set of
     values. torch.compile cannot trace a cache, so it traces the function itself."""
-    known = functools.lru_cache(maxsize=1024, typed=True)(function)
+    known = remembered(function, typed=True)
 
     @functools.wraps(function)
     def call(*options: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ..common.copies import NO_CODES, cast_mode, copy_arguments, count_stripes
 from ..common.groups import NO_ENDS, GroupEnds, Groups, clear_slots, count_slots
 from ..common.passes import make_copies
@@ -111,7 +110,7 @@ class _Cut(NamedTuple):
     row_programs: int  # programs that share a block
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _cut(
     layout: _Layout,
     unit: GatedUnit,
@@ -166,7 +165,7 @@ def _cut(
     return _Cut(launch, blocks, -(-layout.cols // config.tile) if once else 1)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _forward(
     layout: _Layout,
     unit: GatedUnit,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime import BoundLaunch, Capabilities, Launch, Nothing, capabilities_of, choice
+from ...runtime import BoundLaunch, Capabilities, Launch, Nothing, capabilities_of, choice, remembered
 from ..common.copies import cast_mode
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
@@ -103,7 +102,7 @@ def head_config(
     return HeadConfig(max(1, rows // at_once), at_once, 128 // target.warp_size)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _chosen(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch:
     cut, (_, rest) = code.cut, code.halves
     interleaved = code.interleaved and code.out_interleaved
@@ -192,10 +191,8 @@ class Forms(NamedTuple):
     target: Capabilities
 
 
-_known: dict[Forms, BoundLaunch] = {}
-
-
-def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
+@remembered
+def _forward(forms: Forms) -> BoundLaunch:
     """The launch for these forms, computed once for all calls that have them."""
     code, cut = forms.code, forms.code.cut
     source = PartStrides.of(forms.inputs, cut)
@@ -210,13 +207,11 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
         )
         cache = cache._replace(k=k_codes)
     align = _align(code, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
-    launch = _chosen(qkv_kernel, code, align, target)
+    launch = _chosen(qkv_kernel, code, align, forms.target)
     programs = -(-forms.tokens // launch.constants["PLAN"].tokens) * forms.batch
     sizes = code.sizes(forms.batch, forms.tokens)
-    if len(_known) >= 4096:
-        _known.clear()
     to_q, to_k, to_v, to_gate = to
-    _known[forms] = found = launch.bind(  # tensors and floats are given by each call
+    return launch.bind(  # tensors and floats are given by each call
         (programs, 1, 1),
         q=source.q,
         k=source.k,
@@ -232,7 +227,6 @@ def _forward(forms: Forms, target: Capabilities) -> BoundLaunch:
         v_cache=cache.v,
         sizes=sizes,
     )
-    return found
 
 
 def launch_quantized(outputs: Quantized, a: PrepareQuantized) -> None:
@@ -275,7 +269,7 @@ def launch_forward(
     q_codes = None
     if q_scale is not None:
         q_codes, to_q, to_k = to_q, None, None  # type: ignore[assignment]
-    launch = _known.get(forms) or _forward(forms, target)
+    launch = _forward(forms)
     q_norm, k_norm = _norms(a.norm, x)
     per_position, magnitude = _turns(turning, device)
     launch(

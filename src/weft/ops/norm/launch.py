@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.passes import make_copies
 from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, one_stride, row_strides, tile_warps
@@ -180,7 +179,7 @@ class _Pass(NamedTuple):
 _PLAIN = _Pass()
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _rows_launch(
     layout: _Layout,
     kind: str,
@@ -379,7 +378,7 @@ class _BackwardLayout(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _backward_launch(
     rows: int,
     cols: int,

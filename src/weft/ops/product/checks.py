@@ -6,13 +6,12 @@ with their format and have its shapes, and the two formats multiply each other, 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format
 from ...quant.copies import check_codes
+from ...runtime import remembered
 from ..common.groups import count_slots
 from .arguments import GroupedArgs, MatmulArgs, WgradArgs
 from .operands import Form
@@ -20,7 +19,7 @@ from .operands import Form
 # ---- pairs of operands ----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def check_pair(a: Form, b: Form, precision: str | None) -> None:
     """Raise an error unless a and b can be multiplied."""
     if precision not in (None, "ieee", "tf32", "bf16x3", "fp16"):
@@ -71,7 +70,7 @@ def check_rotations(a: str | None, b: str | None) -> None:
         )
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def check_formats(
     a: torch.dtype, a_spec: str | None, b: torch.dtype, b_spec: str | None, precision: str | None
 ) -> None:

@@ -12,7 +12,6 @@ of 16. Its settings hold for its products: `torch.backends.cuda.matmul` lets cuB
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import Capabilities
+from ...runtime import Capabilities, remembered
 from ..common.engines import insist, note_engine
 from .arguments import GroupedArgs, MatmulArgs, WgradArgs
 from .configs import FEW
@@ -67,7 +66,7 @@ TABLE: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def pair_of(a: Form, b: Form) -> str:
     """The name of a pair of operands in the table."""
     if a.block is None and b.block is None:
@@ -119,7 +118,7 @@ def _chosen(wanted: Used, target: Capabilities, speaks_against: Callable[[str], 
     return engine
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def by_table(pair: str, m: int, target: str) -> tuple[str, ...]:
     """Who multiplies m rows of this pair on a target, if nothing speaks against it; the best first, and none but Weft
     where the table has no entry."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import Capabilities, Launch, capabilities_of, is_recording
+from ...runtime import Capabilities, Launch, capabilities_of, is_recording, remembered
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.groups import NO_ENDS, GroupEnds
 from ..common.results import Result, ResultOptions
@@ -22,7 +21,7 @@ from .configs import FEW, product_config, spans_of
 from .engines import choose_engine, choose_grouped_engine
 from .kernels import Finish, Gather, Operand, Sizes, finish_kernel, matmul_kernel
 from .libraries import multiply, multiply_groups
-from .operands import INT32_DEPTH, Form, Precision, Product
+from .operands import INT32_DEPTH, Form, Product
 
 NO_GATHER = Gather(None, 1, 0)
 
@@ -120,9 +119,9 @@ class _Plan(NamedTuple):
     within: bool  # the kernel quantises its result itself
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _planned(
-    a: _Layout, b: _Layout, shape: _Shape, activation: str | None, precision: Precision | None, to: _Wanted,
+    a: _Layout, b: _Layout, shape: _Shape, activation: str | None, precision: str | None, to: _Wanted,
     target: Capabilities,
 ) -> _Plan:  # fmt: skip
     batch, m, n, k, gated, invariant, grouped, *_ = shape

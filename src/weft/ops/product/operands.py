@@ -18,7 +18,6 @@ a quantised operand beside a plain one. Scales of mx and nvfp4 are then part of 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ...quant import Format
 from ...quant.formats import ELEMENTS, ElementType
-from ...runtime import Capabilities, autocasted
+from ...runtime import Capabilities, autocasted, remembered
 
 Precision = Literal["ieee", "tf32", "bf16x3", "fp16"]
 
@@ -50,7 +49,7 @@ class Form:
     bulk: bool = False  # tiles are copied as a whole, by tensor descriptors
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)
+    @remembered
     def of(dtype: torch.dtype, spec: str | None) -> Form:
         """That of a tensor of this dtype, or of a quantised one in the format `spec`."""
         if spec is None:
@@ -125,8 +124,8 @@ class Product:
         return f"{kind}_outer" if self.a.block == self.b.block == "1x128" else f"{kind}_blocks"
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def of(a: Form, b: Form, precision: Precision | None, few: bool, target: Capabilities) -> Product:
+    @remembered
+    def of(a: Form, b: Form, precision: str | None, few: bool, target: Capabilities) -> Product:
         """How a and b, which `checks` let pass, are multiplied on a target; `few`: in tiles of few rows."""
         plain = a.block is None and b.block is None
         scaled = a.in_groups and b.in_groups

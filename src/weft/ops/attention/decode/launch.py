@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ....quant import Format
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.checks import FLOATS
 from ...common.rows import align_of, contiguous
 from ...heads.cache import E4M3, kept_strides
@@ -81,7 +80,7 @@ def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: C
     return DecodeConfig(m, 128 if kept == "codes" and target.fp8_cast and m == 16 else 64, 4, stages)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _planned(forms: Forms, target: Capabilities) -> _Plan:
     forms.check()
     sequences, queries, heads, dim = forms.query

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....quant import Codes, Format
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ...common.rows import STRIPE, align_of, contiguous, cpu_tile, flat_rows
 from ..row_map.arguments import RowMap
@@ -69,7 +69,7 @@ class _Layout(NamedTuple):
     y: Strides
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _permute_launch(
     layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: Capabilities
 ) -> BoundLaunch:

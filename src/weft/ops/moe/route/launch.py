@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ....runtime import Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows, one_stride
 from ...common.sums import SumConfig
 from .arguments import SCORES, RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
@@ -46,7 +45,7 @@ def totals_config(experts: int, target: Capabilities) -> SumConfig:
     return SumConfig(1, 256, 4) if target.is_cpu else SumConfig(32, 32, 4)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: int, align: int) -> Launch:
     return Launch.of(
         route_kernel,

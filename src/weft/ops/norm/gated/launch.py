@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....quant import Codes, Format
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ...common.passes import make_copies
 from ...common.rows import STRIPE, align_of, contiguous, cpu_tile, tile_warps
@@ -45,7 +44,7 @@ def group_config(
     return GroupConfig(rows, tile, tile_warps(rows * tile * (2 if loop and backward else 1), target))
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """(second, third, three strides of each tensor): how kernels count the groups of tensors of this shape, and where
     those of each tensor lie; None if that takes more than three dimensions, or if the numbers of a group are apart."""
@@ -147,7 +146,7 @@ class _Pass(NamedTuple):
 _PLAIN = _Pass()
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities, made: _Pass) -> BoundLaunch:
     """A pass over groups."""
     align = layout.align
