@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,10 @@ __all__ = [
     "quick_builds",
     "restored_threads",
 ]
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Here kernels are built as users have them: random programs, and the loops that depend on the optimiser most.
 OPTIMISED = ("test_fuzz.py", "test_dot.py", "test_dot_hardware.py", "test_memory.py")
