@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -68,12 +69,12 @@ def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> t
     return tuple(found)
 
 
-# What kernels call the numbers of `_levels`.
+# What kernels call the numbers of `_levels`. Interned names are quicker to pass.
 _LEVELS = (
     "second",
     "third",
     *(
-        f"{tensor}_{level}_stride"
+        sys.intern(f"{tensor}_{level}_stride")
         for tensor in ("x", "gate", "dy", "dx")
         for level in ("first", "second", "third")
     ),
