@@ -491,13 +491,24 @@ def test_a_bound_launch_takes_integers_first_and_tensors_later() -> None:
 
 
 def test_ops_launch_by_name() -> None:
-    """No tuples of pointers and integers in the order of a kernel's parameters."""
+    """No tuples of pointers and integers in the order of a kernel's parameters: what follows a grid is made by
+    `kernel.arguments`, and no bound launch is given tuples."""
+    launches = 0
     for path in sorted((PACKAGE / "ops").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), second, *_]):
-                    by_name = ast.unparse(second).endswith(")") and ".arguments(" in ast.unparse(second)
-                    assert by_name, f"{path}:{node.lineno}"
+                case (
+                    ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), *given])
+                    | ast.Call(
+                        func=ast.Name("launch") | ast.Attribute(attr="launch"), args=[ast.Tuple(), *given]
+                    )
+                ) if not ast.unparse(node.func).endswith(".bind"):
+                    launches += 1
+                    by_name = [
+                        isinstance(each, ast.Starred) and ".arguments(" in ast.unparse(each) for each in given
+                    ]
+                    assert by_name == [True], f"{path}:{node.lineno}"
+    assert launches > 20
 
 
 def test_what_is_remembered_can_be_forgotten() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 # All variables that Weft reads.
-VARIABLES = ("WEFT_BACKEND", "WEFT_BUNDLE", "WEFT_NO_JIT", "WEFT_QUIET", "WEFT_CHOICES")
+VARIABLES = ("WEFT_BACKEND", "WEFT_BUNDLE", "WEFT_CHOICES", "WEFT_NO_JIT", "WEFT_QUIET")
 OFF = ("", "0", "false", "no", "off")
 
 

@@ -1,7 +1,6 @@
-"""What host code works out of sizes, strides and options, and remembers: a call with the same ones works out nothing.
+"""What host code has worked out from sizes, strides and options, kept for later calls with the same ones.
 
-All of it has one home, so that whoever changes what answers depend on can have it forgotten, as a run with symbols for
-sizes does at its end.
+It has one home, so that all of it can be forgotten together: a run with symbols for sizes leaves nothing behind.
 """
 
 from __future__ import annotations

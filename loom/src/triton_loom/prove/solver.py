@@ -43,28 +43,32 @@ class Solution:
 
 
 def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK, seed: int = 0) -> Solution:
-    """Whether the facts imply the goal. z3 has two ways to go about it, each of which decides what the other does not;
-    its core alone is the quicker one on what is easy, and the only one that is asked from odd seeds."""
-    context = z3.Context()
-    asserted = [fact.translate(context) for fact in (*facts, z3.Not(goal))]
+    """Whether the facts imply the goal. z3 has two ways to go about it, each of which decides what the other does not.
+    Its core alone is quicker on easy questions; from odd seeds it is the only one that is asked."""
+    context, asserted = _in_a_context((*facts, z3.Not(goal)))
     if seed % 2:
-        return _checked(_solver(z3.SimpleSolver, asserted, effort, seed))
-    solution = _checked(_solver(z3.SimpleSolver, asserted, min(EASY, effort), seed))
+        return _checked(_solver(z3.SimpleSolver, context, asserted, effort, seed))
+    solution = _checked(_solver(z3.SimpleSolver, context, asserted, min(EASY, effort), seed))
     if solution.verdict != "unknown":
         return solution
-    return _checked(_solver(z3.Solver, asserted, effort, seed))
+    return _checked(_solver(z3.Solver, context, asserted, effort, seed))
 
 
 def solve(facts: Sequence[Any], effort: int = QUICK) -> Solution:
-    """A solution of facts as the "counterexample", or "proven" if there is none. Not by z3's core alone: solutions of
-    that resemble each other, and several stores' writers were not guessed from them."""
+    """A solution of facts as the "counterexample", or "proven" if there is none. z3's core alone is not asked: its
+    solutions resemble each other too much to guess from them who writes an element."""
+    return _checked(_solver(z3.Solver, *_in_a_context(facts), effort))
+
+
+def _in_a_context(facts: Iterable[Any]) -> tuple[Any, list[Any]]:
+    """A new context, and the facts in it."""
     context = z3.Context()
-    return _checked(_solver(z3.Solver, [fact.translate(context) for fact in facts], effort))
+    return context, [fact.translate(context) for fact in facts]
 
 
-def _solver(kind: Any, facts: Sequence[Any], effort: int, seed: int = 0) -> Any:
-    """A solver that knows some facts, all of one context."""
-    solver = kind(ctx=facts[0].ctx)
+def _solver(kind: Any, context: Any, facts: Iterable[Any], effort: int, seed: int = 0) -> Any:
+    """A solver that knows some facts of a context."""
+    solver = kind(ctx=context)
     solver.set("rlimit", effort)
     solver.set("ctrl_c", False)  # else z3 swallows the signal and answers "unknown"
     if seed:
@@ -91,9 +95,7 @@ class Search:
     and does no harm: any solution will do."""
 
     def __init__(self, facts: Iterable[Any], effort: int = QUICK) -> None:
-        context = z3.Context()
-        known = [z3.BoolVal(True, context), *(fact.translate(context) for fact in facts)]
-        self._solver = _solver(z3.Solver, known, effort)
+        self._solver = _solver(z3.Solver, *_in_a_context(facts), effort)
 
     def with_(self, wishes: Iterable[Any]) -> Solution:
         """Whether facts and wishes contradict each other: "proven", or a solution as the "counterexample"."""

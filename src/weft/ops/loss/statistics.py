@@ -55,6 +55,11 @@ class Softmax(NamedTuple):
         """PLAIN, SCALED or CAPPED."""
         return 2 if self.softcap is not None else 1 if self.scale != 1.0 else 0
 
+    @property
+    def cap(self) -> float:
+        """`softcap` as kernels take it: 0 is none."""
+        return self.softcap or 0.0
+
 
 class Wanted(NamedTuple):
     """What is wanted of each token besides its log-probability and its lse."""

@@ -192,7 +192,7 @@ def _launch_products(
             weight_stride=x.strides[1],
             start_col=softmax.start,
             span=span,
-            softcap=softmax.softcap or 0.0,
+            softcap=softmax.cap,
             scale=softmax.scale,
         ),
     )
@@ -312,7 +312,7 @@ class _Backward:
                 weight_stride=x.strides[1],
                 begin=begin,
                 block=self.block,
-                softcap=a.softmax.softcap or 0.0,
+                softcap=a.softmax.cap,
                 scale=a.softmax.scale,
                 skip_below=a.skip_below or 0.0,
             ),
