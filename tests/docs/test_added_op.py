@@ -200,7 +200,8 @@ BINARIES = """
 import torch
 
 import weft
-from weft.runtime import Binary, compile_all, recording
+from weft.lab.compiled.offline import Binary, compile_all
+from weft.runtime import recording
 from weft.lab.families import for_op
 
 

@@ -141,7 +141,7 @@ def test_a_class_without_types_or_a_name_is_refused() -> None:
     ("changed", "message"),
     [
         ({"name": "norm"}, "'norm' is already defined"),
-        ({"present": None}, "has optional outputs: give `present`"),
+        ({"present": None}, "has optional outputs: define `present`"),
         ({"outputs": NoOutputs}, "None; names is not"),
         ({"outputs": Nothing, "present": None}, "an op that writes to its arguments has the outputs Nothing"),
         ({"backward": lambda b: {}}, "keep and backward go together"),

@@ -7,6 +7,7 @@ fences, and the commit and wait of groups. Copies arrive late, then early; both 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,21 @@ REDUNDANT: dict[str, dict[str, str]] = {
     },
 }
 
+
+def redundant(name: str, ptx: str) -> set[str]:
+    """Return the operations that can be left out of this PTX. Triton 3.7.1 writes a consumer's two releases in either
+    order, from one process to the next: of the barriers before them the first is redundant if the producer waits for the
+    second release before it waits for the first."""
+    expected = set(REDUNDANT[name])
+    if name == "warp specialisation":
+        offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+        waits = [offsets.get(r) for r in re.findall(r"mbarrier\.try_wait\S+ complete, \[(%r\d+)\]", ptx)]
+        first, second, *_ = (offsets[r] for r in re.findall(r"mbarrier\.arrive\.shared\S+ _, \[(%r\d+)\]", ptx))
+        if waits.index(second) < waits.index(first):
+            expected.add("bar.sync 16")
+    return expected
+
+
 # Of these any one can be left out, but not all of them.
 TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
     ("host-made descriptors", tuple(f"bar.sync {n}" for n in (1, 2, 3, 4, 5)), "shared memory race"),
@@ -139,7 +155,8 @@ def test_whatever_is_left_out_is_reported(name: str) -> None:
     seen = examine("sm_90", KERNELS[name], lambda mutant: True)
     assert len(seen) > 30
     unreported = {mutant for mutant, kinds in seen.items() if not kinds}
-    assert unreported == set(REDUNDANT[name])
+    _, _, ptx = run("sm_90", KERNELS[name], "late")
+    assert unreported == redundant(name, ptx)
 
 
 QUICK = {

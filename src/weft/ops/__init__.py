@@ -9,12 +9,12 @@ from .attention.attention import Attention, attention
 from .attention.decode.decode import attention_decode, mla_decode
 from .attention.merge import merge_attention
 from .common.engines import record_engines
+from .common.heads import Heads
+from .common.kv_cache import KVCache
 from .common.quantized import run
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
-from .heads.cache import KVCache
-from .heads.layout import Heads
 from .heads.norm import HeadNorm
 from .heads.qkv import qkv_prepare
 from .heads.rope import rope

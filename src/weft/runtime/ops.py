@@ -117,9 +117,9 @@ class Op(Generic[A, O]):
         raise NotImplementedError
 
     # Methods that an op has if it needs them.
-    present: Any = (
-        None  # (a): outputs of truth values, whether each is not None; needed if outputs are optional
-    )
+    # (a): outputs of booleans, True for each that is not None. Required where outputs are optional, except where they
+    # are gradients by the names of `a.needs`.
+    present: Any = None
     keep: Any = None  # (a, outputs): a NamedTuple of what backward needs
     backward: Any = None  # (b: Backward): gradients by the names of the arguments
     shard: Any = None  # (a): a `Sharding`, how the op is cut for DTensors; without it they are refused
@@ -167,9 +167,14 @@ class Op(Generic[A, O]):
             raise TypeError(
                 f"{self.name}: an output must be annotated Tensor or Tensor | None; {', '.join(wrong)} is not"
             )
-        if self.present is None and any(leaf.optional for leaf in self.outputs.leaves):
+        optional = self.present is None and any(leaf.optional for leaf in self.outputs.leaves)
+        needs = tuple(f"needs_{name}" for name in self.outputs.names)
+        self._as_needed = (
+            optional and tuple(n for n in self.arguments.names if n.startswith("needs_")) == needs
+        )
+        if optional and not self._as_needed:
             raise ValueError(
-                f"{self.name} has optional outputs: give `present`, which says which of them are not None"
+                f"{self.name} has optional outputs: define `present`, which returns whether each of them is not None"
             )
 
     def _register(self) -> None:
@@ -302,6 +307,9 @@ class Op(Generic[A, O]):
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
     def present_in(self, a: A) -> O | None:
+        """Return outputs of booleans, True for each that is not None; or None if no output is optional."""
+        if self._as_needed:
+            return a.needs  # type: ignore[attr-defined, no-any-return]
         return None if self.present is None else self.present(a)
 
     def run(self, a: A) -> O:

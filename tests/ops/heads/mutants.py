@@ -64,7 +64,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("codes of the first sequence", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch * 0, token, exists", (CODES,)),
         ("codes of all tokens in one place", "qkv_kernel", "page, place, cached = batch, token, exists", "page, place, cached = batch, token * 0, exists", (CODES,)),
         ("codes of queries at the strides of keys", "ops/heads/launch.py:_forward", "q_codes=q_codes", "q_codes=cache.k", (CODES,)),
-        ("scales at the strides of codes", "ops/heads/cache.py:coded_strides", "KeptStrides(*of_codes, *of_scales)", "KeptStrides(*of_codes, *of_codes)", (CODES,)),
+        ("scales at the strides of codes", "ops/common/kv_cache.py:coded_strides", "KeptStrides(*of_codes, *of_scales)", "KeptStrides(*of_codes, *of_codes)", (CODES,)),
         ("the second numbers beside the first", "_columns", "        b = lane + half\n", "        b = lane + 1\n", (PLAIN,)),
         ("the rest of b is the rest of a", "_columns", "tl.where(lane < half, rest + half, a_rest - half)", "tl.where(lane < half, rest + half, -half)", (LAYER_AFTER,)),
         ("one number too many of an odd rest", "_columns", "lane < half + rest // 2\n", "lane < half + a_rest\n", (ODD,)),

@@ -23,7 +23,7 @@ from weft.lab.families import Call
 from weft.lab.families.qkv import qkv_prepare_truth, spelled_out
 from weft.lab.families.rope import rope_truth, spelled_rope
 from weft.lab.truth import near
-from weft.ops.heads.layout import with_neighbours
+from weft.ops.common.heads import with_neighbours
 from weft.runtime import choosing_for
 
 HEADS, TURNED = weft.Heads(q=4, kv=2, dim=24), weft.Rotation(1e4)

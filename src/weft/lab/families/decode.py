@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops import attention_decode, mla_decode
 from ...ops.attention.attention import Attention
-from ...ops.heads.cache import KVCache
+from ...ops.common.kv_cache import KVCache
 from ..family import Family
 from ..problem import Call, Inputs, Workload
 from ..truth import EPS32, Near, arguments

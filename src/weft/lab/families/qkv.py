@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.common.heads import Cut, Heads, shape_of
+from ...ops.common.kv_cache import KVCache
 from ...ops.heads.arguments import PrepareBackward, PrepareNeeds
-from ...ops.heads.cache import KVCache
-from ...ops.heads.layout import Cut, Heads, shape_of
 from ...ops.heads.norm import NO_NORM, HeadNorm
 from ...ops.heads.qkv import qkv_prepare
 from ...runtime import catalogue

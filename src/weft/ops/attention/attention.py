@@ -28,10 +28,10 @@ from torch import Tensor
 from ...quant import PLAIN, Format, QTensor
 from ...runtime import Backward, Gradients, Op, autocasted, capabilities_of
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
+from ..common.heads import LAYOUTS, Layout
 from ..common.quantized import register_codes, rowwise_codes
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
-from ..heads.layout import LAYOUTS, Layout
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...quant import PLAIN, Format, QTensor
 from ...quant.straight import take_apart
 from ...runtime import capabilities_of
+from ..common.heads import LAYOUTS
 from ..common.results import plain_result
-from ..heads.layout import LAYOUTS
 from ..quantize.quantize import quantize
 from .arguments import AttentionArgs, AttentionOutputs, EightBits, Mask, Packed, element_of, starts_as_read
 

@@ -17,7 +17,7 @@ import torch
 
 from ...runtime import Capabilities, capabilities_of
 from ..common.engines import insist, is_recorded, note_engine
-from ..heads.layout import LAYOUTS
+from ..common.heads import LAYOUTS
 from .arguments import AttentionArgs, AttentionBackwardArgs, Mask
 from .libraries import HALVES, LIBRARIES, Library
 

@@ -16,8 +16,8 @@ from ...tiles.numbers import encode
 from ...tiles.reduce import amax, larger
 from ...tiles.scales import fp32_scale, scaled
 from ..common.copies import Encoding, StridedCodes, Tile, store_rows
+from ..common.heads import Place
 from ..common.passes import FP32_MAX
-from ..heads.layout import Place
 from .configs import VALUE_COLUMNS
 from .pieces import (
     LARGEST,

@@ -10,11 +10,11 @@ from torch import Tensor
 from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered
 from ..common.copies import cast_mode, copy_arguments
+from ..common.heads import LAYOUTS, NO_STRIDES, Strides, with_neighbours
+from ..common.kv_cache import E4M3
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
-from ..heads.cache import E4M3
-from ..heads.layout import LAYOUTS, NO_STRIDES, Strides, with_neighbours
 from ..quantize.launch import quantize_into
 from .arguments import (
     AttentionArgs,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads.layout import canonical
+from ..common.heads import canonical
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,

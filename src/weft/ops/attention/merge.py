@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..common.checks import FLOATS, check_input, check_tensor
+from ..common.heads import LAYOUTS, Layout, layout_of
 from ..common.rows import compute_dtype
-from ..heads.layout import LAYOUTS, Layout, layout_of
 from .attention import Attention
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...quant.reference import quantize_copy
+from ..common.heads import canonical, laid_out
+from ..common.kv_cache import E4M3
 from ..common.results import result_reference
 from ..common.rows import compute_dtype
-from ..heads.cache import E4M3
-from ..heads.layout import canonical, laid_out
 from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...runtime import Written
+from ..common.heads import Cut
+from ..common.kv_cache import Cache
 from .angles import Turning
-from .layout import Cut
 from .norm import Norm
 
 
@@ -54,6 +55,17 @@ class PrepareCached(NamedTuple):
     @property
     def prepare(self) -> Prepare:
         return Prepare(self.x, self.k, self.v, self.bias, self.norm, self.turning, self.cut)
+
+    @property
+    def cache(self) -> Cache:
+        """The caches and their scales by name."""
+        k, *rest = self.caches
+        if self.scaled != "token":
+            return Cache(self.slots, k, rest[0] if rest else None, self.k_scale, self.v_scale)
+        if len(rest) == 1:
+            return Cache(self.slots, k, None, rest[0], None)
+        v, k_scale, v_scale = rest
+        return Cache(self.slots, k, v, k_scale, v_scale)
 
 
 class PrepareQuantized(NamedTuple):

@@ -17,10 +17,10 @@ from ...tiles.numbers import encode
 from ...tiles.reduce import amax, larger
 from ...tiles.rotate import cos_sin, rotate
 from ...tiles.scales import fp32_scale, scaled
+from ..common.heads import Place, Strides
+from ..common.kv_cache import E4M3, INT8, Kept, Slots
 from ..common.passes import FP32_MAX
 from .angles import Angles
-from .cache import E4M3, INT8, Kept, Slots
-from .layout import Place, Strides
 
 E4M3_CACHE = tl.constexpr(E4M3)
 INT8_CACHE = tl.constexpr(INT8)

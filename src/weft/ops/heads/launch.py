@@ -9,6 +9,18 @@ from torch import Tensor
 
 from ...runtime import BoundLaunch, Capabilities, Launch, Nothing, capabilities_of, choice, remembered
 from ..common.copies import cast_mode
+from ..common.heads import (
+    LAYOUTS,
+    Cut,
+    PartStrides,
+    Place,
+    Strides,
+    sizes,
+    stride_of,
+    tokens_of,
+    with_neighbours,
+)
+from ..common.kv_cache import NO_CACHE, NOT_KEPT, Cache, CacheForms, CacheStrides, coded_strides
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
 from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
@@ -23,9 +35,7 @@ from .arguments import (
     Rope,
     Rotated,
 )
-from .cache import NO_CACHE, NOT_KEPT, Cache, CacheForms, CacheStrides, coded_strides
 from .kernels import Affine, Grouped, Plan, Sizes, Sums, qkv_backward_kernel, qkv_kernel
-from .layout import LAYOUTS, Cut, PartStrides, Place, Strides, sizes, stride_of, tokens_of, with_neighbours
 from .norm import NO_NORM, Norm
 
 
@@ -370,4 +380,4 @@ def launch_rope(outputs: Rotated, a: Rope) -> None:
 def launch_cached(_: Nothing, a: PrepareCached) -> None:
     q, k, *more = a.outputs
     gate = more.pop() if a.cut.gate else None
-    launch_forward(QKV(q, k, more[0] if more else None, gate), a.prepare, cache=Cache.of(a), scaled=a.scaled)
+    launch_forward(QKV(q, k, more[0] if more else None, gate), a.prepare, cache=a.cache, scaled=a.scaled)

@@ -42,6 +42,8 @@ from torch import Tensor
 from ...quant import Codes, Format, QTensor
 from ...runtime import Backward, Gradients, Nothing, Op, Sharding
 from ..common.checks import FLOATS, check_input, check_tensor
+from ..common.heads import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
+from ..common.kv_cache import E4M3, INT8, KVCache, check_cache, check_slots
 from .angles import Rotation, check_rotation
 from .arguments import (
     QKV,
@@ -53,8 +55,6 @@ from .arguments import (
     PrepareQuantized,
     Quantized,
 )
-from .cache import E4M3, INT8, KVCache, check_cache, check_slots
-from .layout import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from .norm import HeadNorm, check_norm
 from .reference import (
     qkv_prepare_backward_reference,
@@ -129,9 +129,6 @@ class QkvPrepareBackwardOp(Op[PrepareBackward, PrepareGradients], name="qkv_prep
             k_bias=like(norm.k_bias, needs.k_bias),
             bias=like(a.bias, needs.bias),
         )
-
-    def present(self, a: PrepareBackward) -> Any:
-        return a.needs
 
     @cached_property
     def launch(self) -> Callable[[PrepareGradients, PrepareBackward], None]:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...quant.reference import quantize_copy
+from ...quant.reference import encode_reference, quantize_copy
+from ..common.heads import Cut, Parts, canonical, laid_out, sizes, split, tokens_of
+from ..common.kv_cache import format_of
 from ..common.rows import compute_dtype
 from .angles import Turning, reference_angles
 from .arguments import (
@@ -22,8 +24,6 @@ from .arguments import (
     Rope,
     Rotated,
 )
-from .cache import store_reference
-from .layout import Cut, Parts, canonical, laid_out, sizes, split, tokens_of
 from .norm import Norm
 
 CosSin = tuple[Tensor, Tensor]
@@ -107,7 +107,36 @@ def qkv_prepare_cached_reference(a: PrepareCached) -> None:
     for output, value in zip(a.outputs, (part for part in parts if part is not None), strict=True):
         output.copy_(laid_out(value.to(a.x.dtype), a.cut.out_layout))
     assert parts.k is not None
-    store_reference(a, parts.k, parts.v)
+    _store_reference(a, parts.k, parts.v)
+
+
+def _store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
+    """Write k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
+    cache = a.cache
+    batch, tokens = sizes(a.x, a.cut.layout)
+    slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots
+    slot = slots.long().flatten()
+    shape = a.caches[0].shape
+    size = shape[1] if len(shape) == 4 else 1
+    inside = (slot >= 0) & (slot < shape[0] * size)
+    slot = slot[inside]
+    where = (slot // size, slot % size) if len(shape) == 4 else (slot,)
+    for value, into, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        if into is None or value is None:
+            continue
+        kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
+        if scale is None:
+            into[where] = kept.to(into.dtype)
+            continue
+        f = format_of(into.dtype)
+        assert f is not None
+        if a.scaled == "token":
+            codes, made = quantize_copy(kept.float().flatten(0, 1), f)[:2]
+            scale[where] = made.view(kept.shape[:2])
+        else:
+            own = scale if scale.dim() == 0 else scale[:, None]
+            codes = encode_reference(kept.float() / own, f.number)
+        into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)
 
 
 def qkv_prepare_quantized_reference(a: PrepareQuantized) -> Quantized:

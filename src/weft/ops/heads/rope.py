@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...runtime import Backward, Op, Sharding
 from ..common.checks import check_input
+from ..common.heads import LAYOUTS, Layout, layout_of, shape_of, sizes
 from .angles import Rotation, check_rotation
 from .arguments import Rope, Rotated
-from .layout import LAYOUTS, Layout, layout_of, shape_of, sizes
 from .reference import rope_reference
 from .sharding import shard_rope
 

@@ -88,9 +88,6 @@ class NormBackwardOp(Op[NormBackwardArgs, NormGradients], name="norm_backward", 
             residual=empty_like(a.h, a.residual_dtype) if a.needs.residual else None,
         )
 
-    def present(self, a: NormBackwardArgs) -> Any:
-        return a.needs
-
     @cached_property
     def launch(self) -> Callable[[NormGradients, NormBackwardArgs], None]:
         from .launch import launch_norm_backward

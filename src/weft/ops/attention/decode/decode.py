@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ....runtime import Op
 from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ...common.kv_cache import LATENT_ROW, KVCache
 from ...common.rows import compute_dtype
-from ...heads.cache import LATENT_ROW, KVCache
 from ..attention import Attention
 from ..configs import WIDEST
 from .arguments import DecodeArgs, DecodeOutputs

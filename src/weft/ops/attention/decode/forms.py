@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....quant import Format
-from ...heads.cache import LATENT_ROW, format_of
+from ...common.kv_cache import LATENT_ROW, format_of
 from .arguments import DecodeArgs
 
 

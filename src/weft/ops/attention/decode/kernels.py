@@ -17,8 +17,8 @@ from torch import Tensor
 from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles import decode
-from ...heads.cache import Kept
-from ...heads.layout import Place
+from ...common.heads import Place
+from ...common.kv_cache import Kept
 from ..pieces import (
     LARGEST,
     LN2,

@@ -10,9 +10,9 @@ import torch
 from ....quant import Format
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.checks import FLOATS
+from ...common.heads import Strides, with_neighbours
+from ...common.kv_cache import E4M3, kept_strides
 from ...common.rows import align_of, contiguous
-from ...heads.cache import E4M3, kept_strides
-from ...heads.layout import Strides, with_neighbours
 from ..configs import WIDEST, Width
 from .arguments import PART, DecodeArgs, DecodeOutputs
 from .forms import Forms

@@ -80,9 +80,6 @@ class LinearLogprobsBackwardOp(
             )
         )
 
-    def present(self, a: LinearBackwardArgs) -> Any:
-        return a.needs
-
     @cached_property
     def launch(self) -> Callable[[HeadGradients, LinearBackwardArgs], None]:
         from .launch import launch_linear_logprobs_backward

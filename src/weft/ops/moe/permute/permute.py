@@ -76,9 +76,6 @@ class UnpermuteBackwardOp(
             dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
         return UnpermuteGradients(drows, dprobs)
 
-    def present(self, a: UnpermuteBackwardArgs) -> Any:
-        return a.needs
-
     @cached_property
     def launch(self) -> Callable[[UnpermuteGradients, UnpermuteBackwardArgs], None]:
         from .launch import launch_unpermute_backward

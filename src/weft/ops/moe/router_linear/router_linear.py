@@ -50,9 +50,6 @@ class RouterLinearBackwardOp(
             )
         )
 
-    def present(self, a: RouterLinearBackwardArgs) -> Any:
-        return a.needs
-
     @cached_property
     def launch(self) -> Callable[[RouterLinearGradients, RouterLinearBackwardArgs], None]:
         from .launch import launch_router_linear_backward

@@ -54,9 +54,6 @@ class GatedNormBackwardOp(
     def allocate(self, a: GatedNormBackwardArgs) -> GatedNormGradients:
         return GatedNormGradients(*empty_where(a.needs, (a.x, a.gate, a.weight)))
 
-    def present(self, a: GatedNormBackwardArgs) -> Any:
-        return a.needs
-
     @cached_property
     def launch(self) -> Callable[[GatedNormGradients, GatedNormBackwardArgs], None]:
         from .launch import launch_gated_norm_backward

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..common.checks import whole
+from .checks import whole
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 Packing = Literal["flat", "groups"]

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...quant.reference import encode_reference, quantize_copy
-from ..common.checks import INTEGERS, check_tensor, check_tensors
-from .arguments import PrepareCached
-from .layout import Cut, Strides, sizes, stride_of
+from .checks import INTEGERS, check_tensor, check_tensors
+from .heads import Cut, Strides, sizes, stride_of
 
 # The formats of heads that are cached as codes with a scale for each, made of the fp32 numbers of the head.
 E4M3 = Format("row", "e4m3", "te")
@@ -247,16 +245,6 @@ class Cache(NamedTuple):
     k_scale: Tensor | None
     v_scale: Tensor | None
 
-    @staticmethod
-    def of(a: PrepareCached) -> Cache:
-        k, *rest = a.caches
-        if a.scaled != "token":
-            return Cache(a.slots, k, rest[0] if rest else None, a.k_scale, a.v_scale)
-        if len(rest) == 1:
-            return Cache(a.slots, k, None, rest[0], None)
-        v, k_scale, v_scale = rest
-        return Cache(a.slots, k, v, k_scale, v_scale)
-
     @property
     def element(self) -> str:
         """Of the codes that it has."""
@@ -279,35 +267,3 @@ def coded_strides(codes: tuple[int, ...], scale: tuple[int, ...], layout: str, t
     _, *of_codes = Strides.of(codes, layout, tokens)
     _, *of_scales = Strides.of((*scale, 1), layout, tokens)
     return KeptStrides(*of_codes, *of_scales)
-
-
-# ---- reference ------------------------------------------------------------------------------------------
-
-
-def store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
-    """Write k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
-    cache = Cache.of(a)
-    batch, tokens = sizes(a.x, a.cut.layout)
-    slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots
-    slot = slots.long().flatten()
-    shape = a.caches[0].shape
-    size = shape[1] if len(shape) == 4 else 1
-    inside = (slot >= 0) & (slot < shape[0] * size)
-    slot = slot[inside]
-    where = (slot // size, slot % size) if len(shape) == 4 else (slot,)
-    for value, into, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
-        if into is None or value is None:
-            continue
-        kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
-        if scale is None:
-            into[where] = kept.to(into.dtype)
-            continue
-        f = format_of(into.dtype)
-        assert f is not None
-        if a.scaled == "token":
-            codes, made = quantize_copy(kept.float().flatten(0, 1), f)[:2]
-            scale[where] = made.view(kept.shape[:2])
-        else:
-            own = scale if scale.dim() == 0 else scale[:, None]
-            codes = encode_reference(kept.float() / own, f.number)
-        into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)
