@@ -113,13 +113,15 @@ REDUNDANT: dict[str, dict[str, str]] = {
 
 def redundant(name: str, ptx: str) -> set[str]:
     """Return the operations that can be left out of this PTX. Triton 3.7.1 writes a consumer's two releases in either
-    order, from one process to the next: of the barriers before them the first is redundant if the producer waits for the
-    second release before it waits for the first."""
+    order, from one process to the next: the barrier before the first is redundant if the producer waits for the second
+    release before it waits for the first."""
     expected = set(REDUNDANT[name])
     if name == "warp specialisation":
         offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
         waits = [offsets.get(r) for r in re.findall(r"mbarrier\.try_wait\S+ complete, \[(%r\d+)\]", ptx)]
-        first, second, *_ = (offsets[r] for r in re.findall(r"mbarrier\.arrive\.shared\S+ _, \[(%r\d+)\]", ptx))
+        first, second, *_ = (
+            offsets[r] for r in re.findall(r"mbarrier\.arrive\.shared\S+ _, \[(%r\d+)\]", ptx)
+        )
         if waits.index(second) < waits.index(first):
             expected.add("bar.sync 16")
     return expected

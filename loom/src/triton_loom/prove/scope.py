@@ -29,6 +29,10 @@ class Loaded:
     offset: Int
     happens: Bool  # that the load takes place, within its buffer
 
+    @property
+    def expressions(self) -> tuple[Any, Any, Any]:
+        return self.constant, self.offset, self.happens
+
 
 class Scope:
     """Makes constants and keeps the facts about them. Every fact holds in all executions, also those of a program, lane
@@ -127,39 +131,52 @@ class Scope:
     def copied(
         self, expressions: Sequence[Any], own: dict[int, Any], also: Sequence[tuple[Any, Any]], home: Any
     ) -> list[Any]:
-        """The expressions with new constants, which belong to `home`, for their own; of these the same is known. What
-        is in `also` is replaced as said."""
-        given = {old.get_id() for old, _ in also}
-        pairs = list(also)
-        used = set(own) - given
-        for identity in sorted(used):
+        """Return the expressions with new constants, which belong to `home`, in place of their own. What is known of
+        those is known of the new ones. What is in `also` is replaced as said."""
+        new = {old.get_id(): (old, to) for old, to in also}
+        facts, loaded = self._about(expressions)
+        needed = constants_of([*expressions, *facts, *(e for each in loaded for e in each.expressions)])
+        used = sorted((set(own) & set(needed)) - set(new))
+        for identity in used:
             old = own[identity]
-            new = self.fresh(str(old).partition("!")[0], sort=old.sort(), home=home)
-            pairs.append((old, new))
+            name = str(old).partition("!")[0]
+            new[identity] = old, self.fresh(name, sort=old.sort(), home=home)
             if identity in self.opaque:
-                self.opaque[new.get_id()] = self.opaque[identity]
-        mine = set(own) | given
-        for fact in list(self.facts):
-            if not mine.isdisjoint(constants_of([fact])):
-                copy = z3.substitute(fact, *pairs)
-                self.know(copy, because=self.reasons[fact.get_id()])
+                self.opaque[new[identity][1].get_id()] = self.opaque[identity]
+
+        def copy(expression: Any) -> Any:
+            pairs = [new[i] for i in constants_of([expression]) if i in new]
+            return z3.substitute(expression, *pairs) if pairs else expression
+
+        for fact in facts:
+            if not new.keys().isdisjoint(constants_of([fact])):
+                self.know(copy(fact), because=self.reasons[fact.get_id()])
                 if fact.get_id() in self._defined:
-                    new = {old.get_id(): to.get_id() for old, to in pairs}
-                    defined = {new.get(i, i) for i in self._defined[fact.get_id()]}
+                    defined = {new[i][1].get_id() if i in new else i for i in self._defined[fact.get_id()]}
                     self._defined[self.facts[-1].get_id()] = defined
-        for loaded in list(self.loaded.values()):
-            if loaded.constant.get_id() in used:
-                constant, offset, happens = (
-                    z3.substitute(e, *pairs) for e in (loaded.constant, loaded.offset, loaded.happens)
-                )
-                self.loaded[constant.get_id()] = Loaded(constant, loaded.argument, offset, happens)
+        for each in loaded:
+            if each.constant.get_id() in new:
+                constant, offset, happens = map(copy, each.expressions)
+                self.loaded[constant.get_id()] = Loaded(constant, each.argument, offset, happens)
         for division in list(self.divisions.values()):
             if division.quotient.get_id() in used:
                 parts = (division.a, division.b, division.quotient, division.remainder)
-                copied = Division(*(z3.substitute(e, *pairs) for e in parts))
+                copied = Division(*map(copy, parts))
                 self._kept += [copied.a, copied.b]
                 self.divisions.setdefault((copied.a.get_id(), copied.b.get_id()), copied)
-        return [z3.substitute(e, *pairs) if z3.is_expr(e) else e for e in expressions]
+        return [copy(e) if z3.is_expr(e) else e for e in expressions]
+
+    def _about(self, expressions: Sequence[Any]) -> tuple[list[Bool], list[Loaded]]:
+        """The facts that say something of the expressions, and the integers in memory that they and these are about."""
+        loaded: dict[int, Loaded] = {}
+        while True:
+            about = [*expressions, *(e for each in loaded.values() for e in each.expressions)]
+            facts = self.relevant(about)
+            names = constants_of([*about, *facts])
+            more = {i: each for i, each in self.loaded.items() if i in names and i not in loaded}
+            if not more:
+                return facts, list(loaded.values())
+            loaded |= more
 
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
         """The facts that say something of the expressions, directly or through other constants that were made here.
