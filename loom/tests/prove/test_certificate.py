@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 import z3
 from prove import test_unsound as wrong
+from prove.test_sound import scatter
 from triton_loom.prove import (
     Buffer,
     Contract,
@@ -17,6 +19,7 @@ from triton_loom.prove import (
     UnsoundProof,
     cdiv,
     compiling,
+    coverage,
     obligations,
     prove,
     symbol,
@@ -160,7 +163,7 @@ def test_a_disagreement_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds of every access are proven, whatever they are."""
     monkeypatch.setattr(Prover, "nearly", lambda self, assuming, goal: True)
     args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n - 1), "n": n, "BLOCK": 64}
-    with pytest.raises(UnsoundProof, match=r"the sanitizer refutes for n = .*out-of-bounds store"):
+    with pytest.raises(UnsoundProof, match=r"a launch refutes for n = .*out-of-bounds store"):
         prove(copy, grid=(cdiv(n, 64),), args=args)
 
 
@@ -180,3 +183,86 @@ def test_proofs_of_ttir_with_descriptors_are_launched() -> None:
     assert report.of("descriptor")
     assert report.verdict == "proven"
     assert report.certificates == ("20 random launches agree",)
+
+
+@triton.jit
+def counts_before_it_stores(x_ptr, n, m):
+    last, turns = m, 0
+    while turns < last:  # as both grow, this ends where `last` wraps
+        last += 1
+        turns += 1
+    tl.store(x_ptr + tl.program_id(0), turns)
+
+
+def test_integers_of_while_loops_have_to_fit() -> None:
+    """The sanitizer sees the last sum wrap. That no integer wraps must not count as proven because nobody asked."""
+    m = symbol("m", 1, 8)
+    report = prove(counts_before_it_stores, grid=(n,), args={"x_ptr": Buffer("f32", n), "n": n, "m": m})
+    assert [answer.verdict for answer in report.of("bounds")] == ["proven"]
+    assert "unknown" in {answer.verdict for answer in report.of("overflow")}
+    assert report.verdict == "unknown"
+
+
+@triton.jit
+def waits_for_a_flag(flag_ptr, x_ptr, n):
+    while tl.atomic_add(flag_ptr, 0) != 123456789:
+        pass
+    tl.store(x_ptr + tl.program_id(0), 1.0)
+
+
+def test_a_launch_that_never_ends_is_no_certificate() -> None:
+    args = {"flag_ptr": Buffer("i32", 1), "x_ptr": Buffer("f32", n), "n": n}
+    begun = time.monotonic()
+    report = prove(waits_for_a_flag, grid=(n,), args=args)
+    assert report.verdict == "proven", report
+    assert report.certificates[0].startswith("not launched: it ended early: ")
+    assert time.monotonic() - begun < 60
+
+
+@triton.jit
+def writes_the_first_half(x_ptr, n, BLOCK: tl.constexpr):
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + off, 1, mask=off < n // 2)
+
+
+@pytest.mark.parametrize("element", ["f32", "i8"])
+def test_outputs_that_are_proven_whole_are_compared(element: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage._Search, "proven", lambda self: True)
+    args = {"x_ptr": Buffer(element, n), "n": n, "BLOCK": 64}
+    with pytest.raises(UnsoundProof, match="elements of x_ptr are not written"):
+        prove(writes_the_first_half, grid=(cdiv(n, 64),), args=args, outputs=("x_ptr",))
+
+
+def test_what_is_written_may_be_what_was_there() -> None:
+    """Bytes of ones are what the outputs of some launches begin with."""
+    args = {"x_ptr": Buffer("i8", n), "y_ptr": Buffer("i8", n), "n": n, "BLOCK": 64}
+    report = prove(copy, grid=(cdiv(n, 64),), args=args, outputs=("y_ptr",), trials=200)
+    assert report.verdict == "proven", report
+
+
+@triton.jit
+def shifts(x_ptr, n):
+    tl.store(x_ptr + ((n << 40) & 1), 1.0)
+
+
+def test_an_overflow_that_nobody_asked_about_is_no_disagreement() -> None:
+    """Shifts by more bits than there are may give anything, and the bounds are unknown for it."""
+    report = prove(shifts, grid=(1,), args={"x_ptr": Buffer("f32", n), "n": n})
+    assert report.verdict == "unknown", report
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_integers_that_differ_are_drawn_as_the_contract_has_them(room: int) -> None:
+    """Rows from -1 on, of which all but -1 differ; n of them only fit where -1 may stand for some."""
+    rows = symbol("rows", 1, 1000)
+    index = Buffer(
+        "i32",
+        n,
+        values=lambda v: z3.And(v >= -1, v < rows),
+        distinct=(lambda v, i: v != -1) if room else True,
+    )
+    arguments = {"x_ptr": Buffer("f32", n), "index_ptr": index, "y_ptr": Buffer("f32", rows), "n": n}
+    report = prove(scatter, Contract.of(grid=(cdiv(n, 64),), arguments=arguments))
+    assert report.verdict == "proven", report
+    agree = int(report.certificates[0].split()[0])
+    assert agree == 20 if room else 1 <= agree < 20

@@ -325,9 +325,7 @@ def test_descriptors_of_kernels_are_asked_about(aligned: bool) -> None:
         "n": n,
         "BLOCK": 16,
     }
-    report = prove(
-        described, grid=grid, args=args, assumptions=(n % 4 == 0,) if aligned else (), replay=False
-    )
+    report = prove(described, grid=grid, args=args, assumptions=(n % 4 == 0,) if aligned else ())
     assert refuted(report, "descriptor") is not aligned, report
     assert len(report.of("descriptor")) == 2
 

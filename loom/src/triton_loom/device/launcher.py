@@ -76,7 +76,7 @@ class LoomLauncher:
             own, threads = THREAD.memory, self.threads(programs)
             own.status.poisoned = self.poisoned or _poisoned
             if self.spin_limit is not None:
-                own.status.spin_limit = self.spin_limit
+                own.status.spin_limit = self.spin_limit if _spin_limit is None else _spin_limit
             try:
                 packed = self.pack(args)
             except (TypeError, AttributeError, IndexError, struct.error) as error:
@@ -158,6 +158,21 @@ class ThreadMemory:
         if self.status.code == 2:
             message += f" of {self.status.spin_limit:g} s (TRITON_LOOM_SPIN_LIMIT or the launch's spin_limit; 0: none)"
         raise _ERRORS[self.status.code](f"{message} (in program {program} of {kernel})")
+
+
+_spin_limit: float | None = None
+
+
+@contextmanager
+def spin_limit(seconds: float) -> Iterator[None]:
+    """Inside a `with` block, a `while` loop of a program may last so many seconds, whatever its kernel was compiled
+    with."""
+    global _spin_limit
+    before, _spin_limit = _spin_limit, seconds
+    try:
+        yield
+    finally:
+        _spin_limit = before
 
 
 _poisoned = False

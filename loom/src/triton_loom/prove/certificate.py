@@ -13,7 +13,7 @@ from ..errors import Finding
 from .answers import Answer, Example, Kind, UnsoundProof
 from .contract import Contract
 from .proving import Prover
-from .replay import Launcher, NotReplayed
+from .replay import Launcher, NotReplayed, Spins
 from .solver import QUICK, Search, Solution, z3
 
 _EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
@@ -25,7 +25,7 @@ _DENIES: dict[str, tuple[Kind, ...]] = {
     "out-of-bounds load": ("bounds", *_ARITHMETIC),
     "out-of-bounds store": ("bounds", *_ARITHMETIC),
     "offset overflow": _ARITHMETIC,
-    "broken promise": _ARITHMETIC,
+    "broken promise": ("descriptor", *_ARITHMETIC),
     "race": ("race", "bounds", *_ARITHMETIC),
 }
 
@@ -47,27 +47,65 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
         if example is None:
             continue
         try:
-            findings = launcher.launched(example, draw=draw, most_bytes=_MOST_BYTES, most_work=_MOST_WORK)
+            _launch(launcher, example, answers, draw)
         except NotReplayed as reason:
             why = str(reason)
+            if isinstance(reason, Spins):
+                break
             continue
         agree += 1
-        for finding in findings:
-            _check(finding, answers, example)
     return f"{agree} random launches agree" if agree else f"not launched: {why}"
 
 
-def _check(finding: Finding, answers: Sequence[Answer], example: Example) -> None:
-    """Raise `UnsoundProof` if all that a finding contradicts was proven."""
-    denied = [a for a in answers if a.kind in _DENIES.get(finding.kind, ())]
+def _launch(launcher: Launcher, example: Example, answers: Sequence[Answer], draw: random.Random) -> None:
+    """Raise `UnsoundProof` if a launch shows that something proven is not so."""
+
+    def launched(fill: int, draw: random.Random) -> list[Finding]:
+        return launcher.launched(example, draw=draw, fill=fill, most_bytes=_MOST_BYTES, most_work=_MOST_WORK)
+
+    again, fill = random.Random(), draw.getrandbits(8)
+    again.setstate(draw.getstate())
+    findings = launched(fill, draw)
+    for finding in findings:
+        denied = _denied(finding, answers)
+        if denied and all(answer.verdict == "proven" for answer in denied):
+            raise UnsoundProof(_WRONG.format(_sizes(example), finding))
+    covered = _proven_whole(answers) if not findings else []
+    unwritten = {n: u for n, u in launcher.unwritten.items() if n in covered and u.any()}
+    if unwritten:  # or what was written is what was there: with another fill it is not
+        launched(fill ^ 0xFF, again)
+        for name, before in unwritten.items():
+            if number := int((before & launcher.unwritten[name]).sum()):
+                raise UnsoundProof(
+                    _WRONG.format(_sizes(example), f"{number} elements of {name} are not written")
+                )
+
+
+_WRONG = "the prover is wrong, please report it: it has proven what a launch refutes for {}: {}"
+
+
+def _sizes(example: Example) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in example.sizes.items())
+
+
+def _denied(finding: Finding, answers: Sequence[Answer]) -> Sequence[Answer]:
+    """The answers that cannot all be proofs."""
+    denied = [answer for answer in answers if answer.kind in _DENIES.get(finding.kind, ())]
+    here = [answer for answer in denied if answer.place.endswith(f":{finding.line}")]
     if finding.kind.startswith("out-of-bounds"):
-        here = [a for a in denied if a.kind == "bounds" and a.place.endswith(f":{finding.line}")]
-        denied = [a for a in denied if a.kind != "bounds"] + here if here else []
-    if denied and all(answer.verdict == "proven" for answer in denied):
-        sizes = ", ".join(f"{name} = {value}" for name, value in example.sizes.items())
-        raise UnsoundProof(
-            f"the prover is wrong, please report it: it has proven what the sanitizer refutes for {sizes}: {finding}"
-        )
+        bounds = [answer for answer in here if answer.kind == "bounds"]
+        return bounds and [*bounds, *(answer for answer in denied if answer.kind != "bounds")]
+    if finding.kind == "offset overflow" and not any(answer.kind == "overflow" for answer in here):
+        return answers  # nobody has asked about these integers: something that depends on them is unknown
+    return denied
+
+
+def _proven_whole(answers: Sequence[Answer]) -> list[str]:
+    """The outputs of which every element is written, if that is proven and all that it rests on."""
+    rests = [a for a in answers if a.kind in ("bounds", *_ARITHMETIC)]
+    if not all(a.verdict == "proven" for a in rests):
+        return []
+    return [a.what.removeprefix("all of ") for a in answers if a.kind == "covered" and a.verdict == "proven"]
 
 
 class _Facts:

@@ -17,7 +17,7 @@ from .evaluate import Evaluator
 from .scope import integer
 from .solver import QUICK, ask, z3
 from .sums import is_same
-from .values import Dependency, Index, Place, in_type, storage_of
+from .values import Dependencies, Dependency, Index, Place, in_type, storage_of
 
 ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 _KNOWN = {*ELEMENTWISE, *SHAPES, *ROOTS, *EFFECTS, *CONTROL, *IGNORED} - {"tt.call"}
@@ -276,28 +276,32 @@ def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[
     done: set[Any] = set()
     everywhere: dict[Any, Dependency] = {}
     later: list[tuple[Access, Dependency]] = []
+
+    def note(dependencies: Dependencies) -> None:
+        for dependency in dependencies.values():
+            everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+
     for access in accesses:
         mask = mask_of(access.op)
         found = dict(evaluator.dependencies(access.op.operands[0], access.lane))
-        for dependency in found.values():
-            if dependency.strict or mask is None:
-                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
-            else:
-                later.append((access, dependency))
-        deciding = [evaluator.memo["path", access.op.block][1]] if access.op.block else []
+        strict = {key: d for key, d in found.items() if d.strict or mask is None}
+        note(strict)
+        later += [(access, d) for key, d in found.items() if key not in strict]
+        if access.op.block:
+            note(evaluator.memo["path", access.op.block][1])
         if mask is not None:
-            deciding.append(evaluator.dependencies(mask, access.lane if shape_of(mask.type) else ()))
-        for dependencies in deciding:
-            for dependency in dependencies.values():
-                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
-    for made in (op for op in ops if op.name == MAKES_DESCRIPTOR):
-        for operand in made.operands:
-            for dependency in evaluator.dependencies(operand).values():
-                everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
-    for loop in (op for op in ops if op.name == "scf.for"):
-        evaluator.loop(loop)
-        for dependency in evaluator.memo["loop", loop][1].values():
-            everywhere.setdefault((dependency.value, _ids(dependency.index)), dependency)
+            note(evaluator.dependencies(mask, access.lane if shape_of(mask.type) else ()))
+    for op in ops:
+        if op.name == MAKES_DESCRIPTOR:
+            for operand in op.operands:
+                note(evaluator.dependencies(operand))
+        elif op.name == "scf.for":
+            evaluator.loop(op)
+            note(evaluator.memo["loop", op][1])
+        elif op.name == "scf.while":  # whether it ends may depend on all that it carries
+            for region in op.regions:
+                for operand in region.block.ops[-1].operands:
+                    note(evaluator.dependencies(operand, evaluator.lane_index(shape_of(operand.type))))
     for dependency in everywhere.values():
         yield from _of_value(evaluator, dependency, ())
     for access, dependency in later:

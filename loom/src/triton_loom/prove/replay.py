@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from random import Random
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from .. import DeviceAssertion, Finding, sanitize
+from .. import DeviceAssertion, Finding, SpinError, sanitize
 from ..compiler import without_descriptors
-from ..ir.provenance import MAKES_DESCRIPTOR
+from ..device.launcher import spin_limit
+from ..ir.provenance import MAKES_DESCRIPTOR, root_of
 from ..ir.reader import parse
 from ..ir.ttir import Function, Pointer, element_of, shape_of
 from .answers import Answer, Example, Kind
@@ -30,9 +31,18 @@ _DTYPES = {element: getattr(torch, name) for name, element in ELEMENTS.items()}
 _MOST_BYTES = 2**28
 _MOST_PROGRAMS = 2**24
 _MOST_WORK = 2**31  # lanes of all tiles of all programs
+_MOST_SECONDS = 2  # of a `while` loop
+_READS = (
+    "tt.load",
+    "tt.atomic_rmw",
+    "tt.atomic_cas",
+    "tt.descriptor_load",
+    "tt.descriptor_gather",
+    "tt.descriptor_reduce",
+)
 _SHOWN_AS: dict[Kind, tuple[str, ...]] = {
     "bounds": ("out-of-bounds load", "out-of-bounds store"),
-    "descriptor": ("out-of-bounds load", "out-of-bounds store"),
+    "descriptor": ("broken promise", "out-of-bounds load", "out-of-bounds store"),
     "overflow": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
     "sign": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
     "step": ("offset overflow", "out-of-bounds load", "out-of-bounds store"),
@@ -44,6 +54,10 @@ _SHOWN_AS: dict[Kind, tuple[str, ...]] = {
 
 class NotReplayed(Exception):
     """Why a counterexample cannot be tried."""
+
+
+class Spins(NotReplayed):
+    """A loop of the launch did not end in time."""
 
 
 def replayed(ttir: str, contract: Contract, answer: Answer) -> Answer:
@@ -86,6 +100,7 @@ class Launcher:
     def __init__(self, ttir: str, contract: Contract, launch: tuple[Any, Contract] | None = None) -> None:
         self.ttir, self.contract, self.launch = ttir, contract, launch
         self.function = parse(ttir).entry
+        self.unwritten: dict[str, torch.Tensor] = {}  # by the last launch: which elements of outputs
         self._compiled: dict[bool, Any] = {}
 
     def launched(
@@ -93,12 +108,13 @@ class Launcher:
         example: Example,
         *,
         draw: Random | None = None,
+        fill: int = 0,
         most_bytes: int = _MOST_BYTES,
         most_work: int = _MOST_WORK,
     ) -> list[Finding]:
-        """Launch an example, and return what the sanitizer finds. With `draw`, what is in memory is random; tensors
-        are allocated up to `most_bytes` and otherwise only declared."""
-        launch = _Launch(self.function, self.contract, example, draw)
+        """Launch an example, and return what the sanitizer finds. With `draw`, what is in memory is random; outputs
+        begin with this byte everywhere. Tensors are allocated up to `most_bytes` and otherwise only declared."""
+        launch = _Launch(self.function, self.contract, example, draw, fill)
         grid = example.grid
         if prod(grid) > _MOST_PROGRAMS:
             raise NotReplayed(f"{prod(grid):,} programs are too many to try")
@@ -111,11 +127,18 @@ class Launcher:
         kernel, contract = self.launch or (None, self.contract)
         arguments = contract.arguments if kernel else {name: contract.arguments.get(name) for name in names}
         values = launch.values("meta" if launch.bytes > most_bytes else "cpu", arguments)
-        with sanitize(collect=True, dry=dry) as seen, suppress(DeviceAssertion):
-            if kernel is None:
-                self._kernel(dry)[grid](*values.values())
-            else:
-                kernel[grid](**values, **contract.constants)
+        ended: DeviceAssertion | None = None
+        with sanitize(collect=True, dry=dry) as seen, spin_limit(_MOST_SECONDS):
+            try:
+                if kernel is None:
+                    self._kernel(dry)[grid](*values.values())
+                else:
+                    kernel[grid](**values, **contract.constants)
+            except DeviceAssertion as error:
+                ended = error
+        if ended and not seen.findings:  # what it would have done later is not known
+            raise (Spins if isinstance(ended, SpinError) else NotReplayed)(f"it ended early: {ended}")
+        self.unwritten = {} if dry else {name: _all_bytes(values[name], fill) for name in launch.filled}
         return list(seen.findings)
 
     def _kernel(self, dry: bool) -> Any:
@@ -132,12 +155,19 @@ class Launcher:
         return self._compiled[dry]
 
 
+def _all_bytes(tensor: torch.Tensor, byte: int) -> torch.Tensor:
+    """Of a tensor's elements, those of which all bytes are this one."""
+    parts = tensor.contiguous().view(-1, 1).view(torch.uint8)
+    return (parts == byte).all(1)
+
+
 @dataclass
 class _Launch:
     function: Function
     contract: Contract
     example: Example
     draw: Random | None = None  # what is in memory, if not the example's numbers alone
+    fill: int = 0
     _paired: dict[str, torch.Tensor] = field(default_factory=dict)  # drawn, by name: a map or its inverse
 
     def number(self, expression: Any) -> int:
@@ -151,6 +181,20 @@ class _Launch:
     @property
     def buffers(self) -> dict[str, Buffer]:
         return {n: b for n, b in self.contract.arguments.items() if isinstance(b, Buffer)}
+
+    @cached_property
+    def filled(self) -> frozenset[str]:
+        """The outputs that the kernel does not read, in memory of their own."""
+        names = [b.storage or n for n, b in self.buffers.items()]
+        read = [root_of(op.operands[0]) for op in self.function.body.walk() if op.name in _READS]
+        if None in read:
+            return frozenset()
+        others = {root.name for root in read if root is not None}
+        return frozenset(
+            name
+            for name in self.contract.outputs
+            if name not in others and names.count(self.buffers[name].storage or name) == 1
+        )
 
     @property
     def bytes(self) -> int:
@@ -199,12 +243,13 @@ class _Launch:
             raise NotReplayed(f"{name} and its inverse are not made up")
         if device == "meta":
             return torch.empty(extent, dtype=dtype, device="meta")
-        memory = torch.zeros(extent * buffer.itemsize + 128, dtype=torch.uint8)
+        first_byte = self.fill if name in self.filled else 0
+        memory = torch.full((extent * buffer.itemsize + 128,), first_byte, dtype=torch.uint8)
         # at an address that is no more aligned than was promised
         first = (buffer.align - memory.data_ptr()) % 64 if buffer.align < 64 else -memory.data_ptr() % 64
         memory = memory[first : first + extent * buffer.itemsize]
         tensor = memory.view(dtype)
-        if dtype.is_floating_point or dtype == torch.bool:
+        if dtype.is_floating_point or dtype == torch.bool or name in self.filled:
             return tensor
         if self.draw is not None:
             drawn = self._drawn(buffer, extent, self.draw) if inverse is None else self._pair(name, inverse)
@@ -228,21 +273,47 @@ class _Launch:
         """Draw integers that the contract allows."""
         if buffer.by_place and extent > 2**8:
             raise NotReplayed("what is in memory depends on where it is, in too many places")
+        sizes = self.example.sizes.values()
+        near = [
+            -2,
+            -1,
+            0,
+            1,
+            2,
+            3,
+            *(n for size in (*sizes, extent) for n in (size // 2, size - 1, size, size + 1)),
+        ]
+        allowed = [n for n in near if self._is_allowed(buffer, n, 0)] or [self._usual(buffer, 0)]
         if buffer.distinct:
-            found = torch.arange(extent)
-            return (
-                found
-                if callable(buffer.distinct)
-                else found[torch.tensor(draw.sample(range(extent), extent))]
-            )
+            return self._drawn_once(buffer, extent, draw, min(allowed), max(allowed))
         if buffer.by_place:
             return torch.tensor([self._usual(buffer, element) for element in range(extent)])
-        sizes = self.example.sizes.values()
-        near = [-2, -1, 0, 1, 2, 3, *(n for size in sizes for n in (size // 2, size - 1, size, size + 1))]
-        allowed = [n for n in near if self._is_allowed(buffer, n, 0)] or [self._usual(buffer, 0)]
         generator = torch.Generator().manual_seed(draw.getrandbits(32))
         found = torch.tensor(allowed)[torch.randint(len(allowed), (extent,), generator=generator)]
         return found.sort().values if buffer.ascending else found
+
+    def _drawn_once(self, buffer: Buffer, extent: int, draw: Random, low: int, high: int) -> torch.Tensor:
+        """Draw integers from low to high, each once but for one that may repeat, if there is one."""
+        pool = list(range(low, high + 1))
+        mark = next((n for n in (low, high) if not self._differs(buffer, n, 0)), None)
+        if mark is not None:
+            pool.remove(mark)
+        count = min(extent, len(pool)) if mark is None else draw.randint(0, min(extent, len(pool)))
+        found = (
+            draw.sample(pool, count) + [mark] * (extent - count)
+            if mark is not None
+            else draw.sample(pool, count)
+        )
+        draw.shuffle(found)
+        few = draw.sample(range(len(found)), min(len(found), 64))
+        repeats = [element for element in few if found[element] == mark]
+        if (
+            len(found) < extent
+            or not all(self._is_allowed(buffer, found[element], element) for element in few)
+            or any(self._differs(buffer, found[element], element) for element in repeats)
+        ):
+            raise NotReplayed("integers that differ from each other are not made up")
+        return torch.tensor(sorted(found) if buffer.ascending else found, dtype=torch.int64)
 
     def _pair(self, name: str, inverse: str) -> torch.Tensor:
         """Draw a map and its inverse, both with -1 where nothing leads anywhere, and return the map."""
@@ -262,10 +333,11 @@ class _Launch:
 
     def _is_allowed(self, buffer: Buffer, number: int, element: int) -> bool:
         assumed = buffer.assumed(z3.IntVal(number), z3.IntVal(element))
-        if assumed is None:
-            return True
-        pairs = [(size, z3.IntVal(self.example.sizes[size.name])) for size in self.contract.sizes]
-        return z3.is_true(z3.simplify(z3.substitute(assumed, *pairs)))
+        return assumed is None or bool(self.number(assumed))
+
+    def _differs(self, buffer: Buffer, number: int, element: int) -> bool:
+        """Whether no other element may be this number."""
+        return bool(self.number(buffer.differs(z3.IntVal(number), z3.IntVal(element))))
 
     def _usual(self, buffer: Buffer, element: int) -> int:
         """A number that may be at a place of a buffer."""

@@ -363,7 +363,7 @@ inline void StrongAccess::acquire(const Release &from) {
   const u32 thread = w.thread(lane);
   if (from.block == block() ? from.thread == thread : from.narrow || narrow()) return;
   History &h = history_of(*w.block);
-  const Acquire a = {from, thread, w.clocks->own};
+  const Acquire a = {from, thread, w.clocks->own, 1};
   if (acquires()) return enter_acquire(h, a);
   for (const Acquire &known : h.unfenced)
     if (known.thread == thread && known.from.block == from.block && known.from.thread == from.thread &&

@@ -259,6 +259,7 @@ struct Block {
   bool checks;
   struct Shadow *shadow;     // of shared memory: shadow.h
   struct Synchronization *synchronization;  // between blocks: synchronization.h
+  struct History *history;                  // what it has released and acquired, if anything
   struct Closures *closures;                // what its warps know by that
   Time began;                // clocks.h
   Time agent_time[AGENTS];   // of agents that are no warps

@@ -20,16 +20,20 @@ struct Release {
   Time time;   // what the thread did up to then is handed on
   u32 narrow;  // .cta: within the block alone
 };
+// By a thread, or by `threads` neighbours in a warp, the first of which is `thread`: each from a neighbour of the one that
+// the thread before it has acquired from. Sums over whole tiles do that.
 struct Acquire {
   Release from;
   u32 thread;
   Time time;
+  u32 threads;
 };
 
 // What threads of a block have released and acquired. A snapshot is what a warp knew of its block at a time: the warp, the
 // time, and the time known of each warp.
 struct History {
   Vec<Acquire> acquired;
+  u32 entered;            // how many threads' acquires they are
   Vec<Acquire> unfenced;  // by relaxed reads, until their threads execute a fence
   Vec<Time> snapshots;
   u32 last_snapshot[WARPS];   // where that of a warp begins, counted from 1
@@ -79,12 +83,14 @@ struct Indivisible {
 
 // ---- histories ------------------------------------------------------------------------------------------
 
-LOOM_NOINLINE History &history_of(const Block &b) {
+LOOM_NOINLINE void begin_history(Block &b) {
   Synchronization &s = *b.synchronization;
   if (!s.histories) s.histories = (History **)calloc(s.blocks, sizeof(History *));
-  History *&own = s.histories[b.linear];
-  if (!own) own = (History *)allocate(sizeof(History));
-  return *own;
+  s.histories[b.linear] = b.history = (History *)allocate(sizeof(History));
+}
+LOOM_INLINE History &history_of(Block &b) {
+  if (__builtin_expect(!b.history, 0)) begin_history(b);
+  return *b.history;
 }
 
 static void end_synchronization(Synchronization &s) {
@@ -122,12 +128,24 @@ static const Time *snapshot_at(const History &h, u32 warps, u32 warp, Time time)
 }
 
 LOOM_INLINE void enter_acquire(History &h, const Acquire &a) {
+  if (h.acquired.count) {
+    Acquire &last = h.acquired.data[h.acquired.count - 1];
+    const u32 next = last.thread + last.threads;
+    const bool beside = a.thread == next && next % LANES && a.time == last.time && a.from.block == last.from.block &&
+                        a.from.thread == last.from.thread + last.threads && a.from.thread % LANES &&
+                        a.from.time == last.from.time && a.from.narrow == last.from.narrow;
+    if (beside) {
+      ++last.threads, ++h.entered;
+      return;
+    }
+  }
   Acquire &recent = h.recent[(a.from.block + a.from.thread + a.thread) % 8];
   const bool again = recent.time && recent.thread == a.thread && recent.from.block == a.from.block &&
                      recent.from.thread == a.from.thread && recent.from.time >= a.from.time;
   if (again) return;
   recent = a;
   h.acquired.push(a);
+  ++h.entered;
   h.last_acquired[a.thread / LANES] = a.time;
 }
 
@@ -197,7 +215,10 @@ template <class F> LOOM_INLINE void each_closure(Block &b, F f) {
   f(b.closures->of_block);
   for (u32 k = 0; k < b.warp_count; ++k) f(b.closures->of_warp[k]), f(b.closures->of_lane[k]);
 }
-static void begin_closures(Block &b) { each_closure(b, clear); }
+static void begin_closures(Block &b) {
+  each_closure(b, clear);
+  b.history = nullptr;
+}
 static void release_closures(Block &b) {
   each_closure(b, release);
   free(b.closures);
@@ -264,12 +285,14 @@ static bool spread(Synchronization &s, Closure &c, u32 warps, u32 block, u32 thr
     const History *h = s.histories[known.block];
     for (u32 k = h ? h->acquired.count : 0; k-- > 0;) {
       const Acquire &a = h->acquired[k];
-      if (!known.covers(a.thread, a.time)) continue;
       const History *other = s.histories[a.from.block];
-      const Time *times = other ? snapshot_at(*other, warps, a.from.thread / LANES, a.from.time) : nullptr;
-      add_known(c, known_block(c, a.from.block, warps), times, warps, a.from.thread, a.from.time);
+      for (u32 n = 0; n < a.threads; ++n) {
+        if (!known.covers(a.thread + n, a.time)) continue;
+        const Time *times = other ? snapshot_at(*other, warps, a.from.thread / LANES, a.from.time) : nullptr;
+        add_known(c, known_block(c, a.from.block, warps), times, warps, a.from.thread + n, a.from.time);
+      }
     }
-    known.seen = h ? h->acquired.count : 0;
+    known.seen = h ? h->entered : 0;
     if (is_known(c, block, thread, time)) {
       c.waiting.count -= first + 1;
       for (u32 k = 0; k < c.waiting.count; ++k) c.waiting[k] = c.waiting[k + first + 1];
@@ -286,7 +309,7 @@ static bool knows(Block &b, Closure &c, const Time *times, u32 self, Time now, u
   Synchronization &s = *b.synchronization;
   KnownBlock &own = known_block(c, (u32)b.linear, b.warp_count);
   add_known(c, own, times, b.warp_count, self, now);
-  if (own.seen != s.histories[b.linear]->acquired.count) look_at(c, own);
+  if (own.seen != s.histories[b.linear]->entered) look_at(c, own);
   return spread(s, c, b.warp_count, block, thread, time);
 }
 
