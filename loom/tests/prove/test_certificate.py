@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ from triton_loom.prove import (
 )
 from triton_loom.prove.evaluate import Evaluator
 from triton_loom.prove.linear import Linear
+from triton_loom.prove.obligations import Access
 from triton_loom.prove.proving import Prover
 from triton_loom.prove.scope import Scope
 
@@ -74,6 +77,36 @@ def memory_as_it_was(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Evaluator, "constant", lambda self, argument: True)
 
 
+def with_signs(patch: pytest.MonkeyPatch) -> None:
+    text = textwrap.dedent(inspect.getsource(Evaluator._found))
+    for old, new in (
+        ("natural = element != I1 and", "natural = False and"),
+        ('natural == buffer.element.startswith("u")', "True"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    scope: dict[str, Any] = {}
+    exec(text, Evaluator._found.__globals__, scope)
+    patch.setattr(Evaluator, "_found", scope["_found"])
+
+
+def by_failing_swaps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Access, "replaces", property(lambda self: self.writes))
+
+
+def with_narrow_atomics(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Access, "orders_programs", Access.atomic)
+
+
+def without_descriptors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(obligations, "_descriptors", lambda evaluator, op: ())
+
+
+def without_contracts(patch: pytest.MonkeyPatch) -> None:
+    promises = obligations._promises
+    patch.setattr(obligations, "_promises", lambda *of: (o for o in promises(*of) if o.kind != "contract"))
+
+
 def swapped() -> Report:
     a, b = symbol("n", 1, 64), symbol("m", 1, 64)
     return prove(wrong.swapped, grid=(1,), args={"x_ptr": Buffer("f32", a), "n": a, "m": b, "BLOCK": 64})
@@ -120,6 +153,34 @@ def either_bits() -> Report:
     return prove(wrong.either_bits, grid=(1,), args={"x_ptr": Buffer("f32", 1), "n": a, "m": b})
 
 
+def counted_bytes() -> Report:
+    values = Buffer("u8", n, values=wrong.below(200))
+    args = {"t_ptr": Buffer("i32", 128), "i_ptr": values, "n": n, "BLOCK": 64}
+    return prove(wrong.counted_bytes, grid=(cdiv(n, 64),), args=args)
+
+
+def swaps_if_five() -> Report:
+    args = {"x_ptr": Buffer("i32", n), "n": n}
+    return prove(wrong.swaps_if_five, grid=(n,), args=args, outputs=("x_ptr",))
+
+
+def adds_in_scope() -> Report:
+    args = {"x_ptr": Buffer("f32", n), "n": n, "BLOCK": 64, "SCOPE": "cta"}
+    return prove(wrong.adds_in_scope, grid=(m,), args=args)
+
+
+def described_by_any_stride() -> Report:
+    args = {"x_ptr": Buffer("f32", n * m), "y_ptr": Buffer("f32", n * m), "m": m, "n": n, "BLOCK": 16}
+    return prove(wrong.described, grid=(cdiv(m, 16), cdiv(n, 16)), args=args)
+
+
+def by_stride() -> Report:
+    stride = symbol("stride", -8, 8)
+    x = Buffer.strided("f32", (n,), (stride,))
+    args = {"x_ptr": x, "y_ptr": Buffer("f32", n), "n": n, "stride": stride, "BLOCK": 64}
+    return prove(wrong.by_stride, grid=(cdiv(n, 64),), args=args)
+
+
 MISTAKES: list[tuple[Mistake, Callable[[], Report]]] = [
     (by_printed_names, swapped),
     (with_forgeable_names, named_product),
@@ -129,6 +190,11 @@ MISTAKES: list[tuple[Mistake, Callable[[], Report]]] = [
     (unguarded("the number of iterations"), counts_down),
     (unguarded("the element that a reduction chooses"), maximum_of_one_branch),
     (unguarded("the bits of one operand"), either_bits),
+    (with_signs, counted_bytes),
+    (by_failing_swaps, swaps_if_five),
+    (with_narrow_atomics, adds_in_scope),
+    (without_descriptors, described_by_any_stride),
+    (without_contracts, by_stride),
 ]
 
 

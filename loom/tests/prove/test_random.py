@@ -113,7 +113,8 @@ def _race(accesses: list[Access]) -> str:
 
 
 def compared(seed: int) -> Counter[str]:
-    """How many variants of a random kernel are proven, refuted, unknown; fails if one is falsely proven."""
+    """How many variants of a random kernel are proven, refuted, unknown; fails if one is falsely proven. One kernel of
+    sixteen is launched as well: `UnsoundProof` must not be raised where nothing false was said."""
     case, verdicts = random_case(seed), Counter[str]()
     try:
         compiled = list(variants(kernel_of(case, seed), contract_of(case)))
@@ -124,7 +125,8 @@ def compared(seed: int) -> Counter[str]:
             raise
         return Counter(invalid=1)  # types that Triton does not join
     for each in compiled:
-        report = prove(each.ttir, each.contract, replay=False, effort=EFFORT)
+        trials = 0 if seed % 16 else 4
+        report = prove(each.ttir, each.contract, replay=False, trials=trials, effort=EFFORT)
         verdicts[report.verdict] += 1
         try:
             wrong = next(disagreements(case, each, report, random.Random(seed)), None)

@@ -36,7 +36,7 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
         return "not launched: nothing was proven"
     draw = random.Random(0)
     launches = Search(prover.contract.facts, _EFFORT_FOR_SIZES)
-    facts = _Facts(prover, draw)
+    facts = _Facts(prover, draw, all(a.verdict == "proven" for a in answers if a.kind == "contract"))
     for sizes in _corners(prover.contract, launches):
         facts.check(sizes)
     if trials < 1:
@@ -109,10 +109,16 @@ def _proven_whole(answers: Sequence[Answer]) -> list[str]:
 
 
 class _Facts:
-    """What the prover holds to be true of every program of every launch."""
+    """What the prover holds to be true of every program of every launch, `all_fit` if it has proven that it leaves out
+    no sizes of the contract."""
 
-    def __init__(self, prover: Prover, draw: random.Random) -> None:
-        self.contract, self.evaluator, self.draw = prover.contract, prover.evaluator, draw
+    def __init__(self, prover: Prover, draw: random.Random, all_fit: bool) -> None:
+        self.contract, self.evaluator, self.draw, self.all_fit = (
+            prover.contract,
+            prover.evaluator,
+            draw,
+            all_fit,
+        )
         scope = prover.evaluator.scope
         self.possible = Search([*prover.common, *scope.relevant(prover.common)], _EFFORT)
         self.all = Search([*prover.common, *scope.facts], _EFFORT)
@@ -128,14 +134,24 @@ class _Facts:
         program = [self.draw.randrange(axis) for axis in grid]
         here = [size == values[size.name] for size in contract.sizes]
         here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
-        if self.all.with_(here).verdict == "proven" and self.possible.with_(here).verdict == "counterexample":
-            reasons = sorted({evaluator.scope.reasons[fact.get_id()] for fact in evaluator.scope.facts})
-            raise UnsoundProof(
-                "the prover is wrong, please report it: its facts contradict each other in program "
-                f"{tuple(program)} for {values}; they come from {', '.join(reasons)}"
-            )
+        if self.all.with_(here).verdict == "proven":
+            if self.possible.with_(here).verdict == "counterexample":
+                scope = evaluator.scope
+                reasons = sorted({scope.reasons[fact.get_id()] for fact in scope.facts})
+                raise UnsoundProof(
+                    "the prover is wrong, please report it: its facts contradict each other in program "
+                    f"{tuple(program)} for {values}; they come from {', '.join(reasons)}"
+                )
+            if self.all_fit and max(grid) < 2**31 and self._bytes(sizes) < 2**47:
+                raise UnsoundProof(
+                    f"the prover is wrong, please report it: it leaves out {values}, which the contract allows"
+                )
         x, y, z = grid
         return Example(values, (x, y, z), (program[0], program[1], program[2]))
+
+    def _bytes(self, sizes: Solution) -> int:
+        """Of the largest tensor."""
+        return max((sizes.value(b.extent) * b.itemsize for b in self.evaluator.buffers.values()), default=0)
 
 
 def _corners(contract: Contract, launches: Search) -> Iterator[Solution]:

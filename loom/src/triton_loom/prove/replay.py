@@ -23,6 +23,7 @@ from ..device.launcher import spin_limit
 from ..ir.provenance import MAKES_DESCRIPTOR, root_of
 from ..ir.reader import parse
 from ..ir.ttir import Function, Pointer, element_of, shape_of
+from . import descriptors
 from .answers import Answer, Example, Kind
 from .contract import ELEMENTS, Buffer, Contract
 from .solver import ask, z3
@@ -32,14 +33,7 @@ _MOST_BYTES = 2**28
 _MOST_PROGRAMS = 2**24
 _MOST_WORK = 2**31  # lanes of all tiles of all programs
 _MOST_SECONDS = 2  # of a `while` loop
-_READS = (
-    "tt.load",
-    "tt.atomic_rmw",
-    "tt.atomic_cas",
-    "tt.descriptor_load",
-    "tt.descriptor_gather",
-    "tt.descriptor_reduce",
-)
+_LOADS = ("tt.load", *descriptors.LOADS)
 _SHOWN_AS: dict[Kind, tuple[str, ...]] = {
     "bounds": ("out-of-bounds load", "out-of-bounds store"),
     "descriptor": ("broken promise", "out-of-bounds load", "out-of-bounds store"),
@@ -184,9 +178,9 @@ class _Launch:
 
     @cached_property
     def filled(self) -> frozenset[str]:
-        """The outputs that the kernel does not read, in memory of their own."""
+        """The outputs that the kernel does not load, in memory of their own."""
         names = [b.storage or n for n, b in self.buffers.items()]
-        read = [root_of(op.operands[0]) for op in self.function.body.walk() if op.name in _READS]
+        read = [root_of(op.operands[0]) for op in self.function.body.walk() if op.name in _LOADS]
         if None in read:
             return frozenset()
         others = {root.name for root in read if root is not None}
