@@ -307,6 +307,22 @@ def test_what_is_written_may_be_what_was_there() -> None:
 
 
 @triton.jit
+def below_a_difference(x_ptr, n, k, BLOCK: tl.constexpr):
+    off = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
+    tl.store(x_ptr + off, 1.0, mask=off < (n - k).to(tl.uint32))
+
+
+def test_sizes_for_which_triton_does_not_compile_the_kernel_are_named() -> None:
+    """Of n and k that are both 1 Triton makes constants, and their difference is an integer of Python's."""
+    k = symbol("k", 1, 3)
+    args = {"x_ptr": Buffer("f32", n), "n": n, "k": k, "BLOCK": 64}
+    report = prove(below_a_difference, grid=(cdiv(n, 64),), args=args, assumptions=(k <= n,))
+    assert report.verdict == "proven", report
+    assert "random launches agree; Triton does not compile it for n = 1, k = 1: " in report.certificates[0]
+    assert "has no attribute 'to'" in report.certificates[0]
+
+
+@triton.jit
 def shifts(x_ptr, n):
     tl.store(x_ptr + ((n << 40) & 1), 1.0)
 

@@ -48,14 +48,16 @@ class Example:
     confirmed: bool | None = None  # by the sanitizer; None: it was not asked, or could not tell
     finding: str = ""  # what the sanitizer said, or why it was not asked
 
+    @property
+    def named_sizes(self) -> str:
+        """The sizes as text: "n = 1, m = 5"."""
+        return ", ".join(f"{name} = {value}" for name, value in self.sizes.items())
+
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} = {value}" for name, value in self.sizes.items())
         other = f" and {self.other_program}" if self.other_program else ""
         lane = f", lane {self.lane}" if self.lane else ""
         memory = "".join(f", {name}[{element}] = {value}" for name, element, value in self.loaded)
-        return (
-            f"{sizes or 'always'}: program {self.program}{other} of {self.grid}{lane}{memory}: {self.detail}"
-        )
+        return f"{self.named_sizes or 'always'}: program {self.program}{other} of {self.grid}{lane}{memory}: {self.detail}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..errors import Finding
 from .answers import Answer, Example, Kind, UnsoundProof
 from .contract import Contract
 from .proving import Prover
-from .replay import Launcher, NotReplayed, Spins
+from .replay import Launcher, NotCompiled, NotReplayed, Spins
 from .solver import QUICK, Search, Solution, z3
 
 _EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
@@ -41,7 +41,7 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
         facts.check(sizes)
     if trials < 1:
         return "not launched: not asked for"
-    agree, why = 0, "the contract has no small sizes"
+    agree, why, uncompiled = 0, "the contract has no small sizes", ""
     for sizes in _some_sizes(prover.contract, launches, trials, draw):
         example = facts.check(sizes)
         if example is None:
@@ -50,11 +50,13 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
             _launch(launcher, example, answers, draw)
         except NotReplayed as reason:
             why = str(reason)
+            if isinstance(reason, NotCompiled):
+                uncompiled = f"; {reason}"
             if isinstance(reason, Spins):
                 break
             continue
         agree += 1
-    return f"{agree} random launches agree" if agree else f"not launched: {why}"
+    return f"{agree} random launches agree{uncompiled}" if agree else f"not launched: {why}"
 
 
 def _launch(launcher: Launcher, example: Example, answers: Sequence[Answer], draw: random.Random) -> None:
@@ -69,7 +71,7 @@ def _launch(launcher: Launcher, example: Example, answers: Sequence[Answer], dra
     for finding in findings:
         denied = _denied(finding, answers)
         if denied and all(answer.verdict == "proven" for answer in denied):
-            raise UnsoundProof(_WRONG.format(_sizes(example), finding))
+            raise UnsoundProof(_WRONG.format(example.named_sizes, finding))
     covered = _proven_whole(answers) if not findings else []
     unwritten = {n: u for n, u in launcher.unwritten.items() if n in covered and u.any()}
     if unwritten:  # or what was written is what was there: with another fill it is not
@@ -77,15 +79,11 @@ def _launch(launcher: Launcher, example: Example, answers: Sequence[Answer], dra
         for name, before in unwritten.items():
             if number := int((before & launcher.unwritten[name]).sum()):
                 raise UnsoundProof(
-                    _WRONG.format(_sizes(example), f"{number} elements of {name} are not written")
+                    _WRONG.format(example.named_sizes, f"{number} elements of {name} are not written")
                 )
 
 
 _WRONG = "the prover is wrong, please report it: it has proven what a launch refutes for {}: {}"
-
-
-def _sizes(example: Example) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in example.sizes.items())
 
 
 def _denied(finding: Finding, answers: Sequence[Answer]) -> Sequence[Answer]:

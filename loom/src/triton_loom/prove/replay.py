@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import torch
+from triton import CompilationError
 
 from .. import DeviceAssertion, Finding, SpinError, sanitize
 from ..compiler import without_descriptors
@@ -52,6 +53,10 @@ class NotReplayed(Exception):
 
 class Spins(NotReplayed):
     """A loop of the launch did not end in time."""
+
+
+class NotCompiled(NotReplayed):
+    """Triton does not compile the kernel for these sizes: it makes a constant of an integer that is 1."""
 
 
 def replayed(ttir: str, contract: Contract, answer: Answer) -> Answer:
@@ -130,6 +135,11 @@ class Launcher:
                     kernel[grid](**values, **contract.constants)
             except DeviceAssertion as error:
                 ended = error
+            except CompilationError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise NotCompiled(
+                    f"Triton does not compile it for {example.named_sizes}: {reason}"
+                ) from error
         if ended and not seen.findings:  # what it would have done later is not known
             raise (Spins if isinstance(ended, SpinError) else NotReplayed)(f"it ended early: {ended}")
         self.unwritten = {} if dry else {name: _all_bytes(values[name], fill) for name in launch.filled}

@@ -1,9 +1,10 @@
 """z3, and how it is asked. All of `prove` imports it from here, so that one sentence says what is missing.
 
 A question is whether facts imply a goal. How long z3 thinks is limited by what it does, not by time, so that a slow
-machine proves as much as a fast one. Each question is asked in a context of its own, because what z3 was asked before
-would change how it goes about the next one. Even so the same text may take z3 twice the effort in another process: a
-question near the limit is decided in one run and not in the next. `persist` asks again, from other seeds.
+machine proves as much as a fast one. Each question that is not easy is asked in a context of its own, because what z3
+was asked before would change how it goes about the next one. Even so the same text may take z3 twice the effort in
+another process: a question near the limit is decided in one run and not in the next. `persist` asks again, from other
+seeds.
 """
 
 from __future__ import annotations
@@ -45,35 +46,48 @@ class Solution:
 def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK, seed: int = 0) -> Solution:
     """Whether the facts imply the goal. z3 has two ways to go about it, each of which decides what the other does not.
     Its core alone is quicker on easy questions; from odd seeds it is the only one that is asked."""
-    context, asserted = _in_a_context((*facts, z3.Not(goal)))
+    asked = (*facts, z3.Not(goal))
     if seed % 2:
-        return _checked(_solver(z3.SimpleSolver, context, asserted, effort, seed))
-    solution = _checked(_solver(z3.SimpleSolver, context, asserted, min(EASY, effort), seed))
+        return _checked(_solver(z3.SimpleSolver, z3.Context(), asked, effort, seed))
+    solution = _checked(_solver(z3.SimpleSolver, _easy.context(), asked, min(EASY, effort), seed))
     if solution.verdict != "unknown":
         return solution
-    return _checked(_solver(z3.Solver, context, asserted, effort, seed))
+    return _checked(_solver(z3.Solver, z3.Context(), asked, effort, seed))
 
 
 def solve(facts: Sequence[Any], effort: int = QUICK) -> Solution:
     """A solution of facts as the "counterexample", or "proven" if there is none. z3's core alone is not asked: its
     solutions resemble each other too much to guess from them who writes an element."""
-    return _checked(_solver(z3.Solver, *_in_a_context(facts), effort))
+    return _checked(_solver(z3.Solver, z3.Context(), facts, effort))
 
 
-def _in_a_context(facts: Iterable[Any]) -> tuple[Any, list[Any]]:
-    """A new context, and the facts in it."""
-    context = z3.Context()
-    return context, [fact.translate(context) for fact in facts]
+class _Easy:
+    """Contexts for easy questions, one for several of them: a new one takes 8 ms, longer than most of these questions.
+    Whatever is not decided there is asked again in a context of its own."""
+
+    questions = 64  # in one context
+
+    def __init__(self) -> None:
+        self._context, self._left = None, 0
+
+    def context(self) -> Any:
+        if not self._left:
+            self._context, self._left = z3.Context(), self.questions
+        self._left -= 1
+        return self._context
+
+
+_easy = _Easy()
 
 
 def _solver(kind: Any, context: Any, facts: Iterable[Any], effort: int, seed: int = 0) -> Any:
-    """A solver that knows some facts of a context."""
+    """A solver in a context that knows some facts, which may be those of another context."""
     solver = kind(ctx=context)
     solver.set("rlimit", effort)
     solver.set("ctrl_c", False)  # else z3 swallows the signal and answers "unknown"
     if seed:
         solver.set("random_seed", seed)
-    solver.add(*facts)
+    solver.add(*(fact.translate(context) for fact in facts))
     return solver
 
 
@@ -95,7 +109,7 @@ class Search:
     and does no harm: any solution will do."""
 
     def __init__(self, facts: Iterable[Any], effort: int = QUICK) -> None:
-        self._solver = _solver(z3.Solver, *_in_a_context(facts), effort)
+        self._solver = _solver(z3.Solver, z3.Context(), facts, effort)
 
     def with_(self, wishes: Iterable[Any]) -> Solution:
         """Whether facts and wishes contradict each other: "proven", or a solution as the "counterexample"."""
