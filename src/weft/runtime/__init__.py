@@ -5,7 +5,7 @@ from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .catalogue import catalogue
 from .choices import choice
-from .fields import Fields, Maybe, MaybeStr, Written
+from .fields import Fields, G, Maybe, MaybeStr, Present, Written
 from .launch import (
     BoundLaunch,
     Kernel,
@@ -27,6 +27,7 @@ from .ops import (
     apply,
     is_readable,
     is_transformed,
+    later,
     plain_gradient,
     register_gradient_decoder,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "BoundLaunch",
     "Capabilities",
     "Fields",
+    "G",
     "Gradients",
     "Kernel",
     "Launch",
@@ -48,6 +50,7 @@ __all__ = [
     "MaybeStr",
     "Nothing",
     "Op",
+    "Present",
     "Sharding",
     "Variant",
     "Written",
@@ -63,6 +66,7 @@ __all__ = [
     "is_recording",
     "is_transformed",
     "kernel",
+    "later",
     "launch_device",
     "local_of",
     "local_rows",

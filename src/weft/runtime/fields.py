@@ -14,6 +14,9 @@ generated code, as in NamedTuples, since they run in every call.
 
     Fields(Args).schema                             "Tensor x, str? to_format, bool to_columnwise"
     Fields(Args).build(x, "1x128", True)            Args(x, To("1x128", True))
+
+A NamedTuple of gradients is generic in `G`: `NormGradients` has tensors that may be None, and `NormGradients[bool]`
+says which of them are wanted.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 T = TypeVar("T")
+# What stands for each gradient: the gradient, or in `NormGradients[bool]` whether it is wanted.
+G = TypeVar("G", default=Tensor | None)
+# Which outputs of an op are not None: a boolean for each, nested as the outputs are.
+Present = tuple["bool | Present", ...]
 
 # The annotation of a list of tensors that an op writes to.
 Written = Annotated[list[Tensor], "written"]
@@ -109,22 +117,27 @@ class Fields(Generic[T]):
     def of(cls: Hashable) -> Fields[Any]:
         return Fields(cls)  # type: ignore[arg-type]
 
-    def from_present(self, present: T | None, values: Iterable[Any]) -> T:
+    def from_present(self, present: Present | None, values: Iterable[Any]) -> T:
         """The NamedTuple with `values` for the leaves that are `present`, and None for the others."""
         if present is None:
             return self.build(*values)
         rest = iter(values)
-        return self.build(*(next(rest) if there else None for there in self.flatten(present)))
+        return self.build(*(next(rest) if there else None for there in self.flatten(present)))  # type: ignore[arg-type]
 
 
 def _is_namedtuple(kind: Any) -> bool:
+    kind = get_origin(kind) or kind
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 @functools.cache
-def _members(cls: type) -> tuple[tuple[str, Any], ...]:
-    """The names and types of a tuple's members. Types are strings until they are asked for, which takes time."""
-    return tuple(get_type_hints(cls, include_extras=True).items())
+def _members(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and types of a NamedTuple's members. Types are strings until they are asked for, which takes time."""
+    origin = get_origin(cls) or cls
+    parameters = getattr(origin, "__parameters__", ())
+    given = dict(zip(parameters, get_args(cls) or (each.__default__ for each in parameters), strict=True))
+    hints = get_type_hints(origin, include_extras=True)
+    return tuple((name, given.get(kind, kind)) for name, kind in hints.items())
 
 
 def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
@@ -163,7 +176,7 @@ def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]
         nested = _is_namedtuple(kind)
         members.append(_built(kind, f"{prefix}{name}_", leaves, known) if nested else leaves[prefix + name])
     name = f"_{prefix}class"
-    known[name] = cls
+    known[name] = get_origin(cls) or cls
     return f"{name}({', '.join(members)})"
 
 

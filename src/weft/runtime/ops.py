@@ -12,6 +12,7 @@ A traced graph outlives the `with weft.backend(...)` around the call that was tr
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from torch.nn import Parameter
 from .autocast import any_autocast, without_autocast
 from .backend import Backend, backend, chosen, serves
 from .catalogue import catalogue
-from .fields import Fields
+from .fields import Fields, Present
 from .sharding import Sharding, cut, is_distributed, refuse
 
 A = TypeVar("A", bound=tuple[Any, ...])
@@ -37,6 +38,13 @@ Gradients = dict[str, Tensor | None]
 
 # Stands for a gradient in the arguments of a backward op while they are kept: it is known only when backward runs.
 LATER: Any = None
+
+
+@functools.cache
+def later(gradients: Callable[..., Any]) -> Any:
+    """Stand for which gradients are wanted, in the arguments of a backward op while they are kept."""
+    return gradients(*(False for _ in gradients._fields))  # type: ignore[attr-defined]
+
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -117,8 +125,8 @@ class Op(Generic[A, O]):
         raise NotImplementedError
 
     # Methods that an op has if it needs them.
-    # (a): outputs of booleans, True for each that is not None. Required where outputs are optional, except where they
-    # are gradients by the names of `a.needs`.
+    # (a): `Present`, which outputs are not None. Required where outputs are optional, except where they are gradients
+    # by the names of `a.needs`.
     present: Any = None
     keep: Any = None  # (a, outputs): a NamedTuple of what backward needs
     backward: Any = None  # (b: Backward): gradients by the names of the arguments
@@ -306,8 +314,8 @@ class Op(Generic[A, O]):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
-    def present_in(self, a: A) -> O | None:
-        """Return outputs of booleans, True for each that is not None; or None if no output is optional."""
+    def present_in(self, a: A) -> Present | None:
+        """Return which outputs are not None, or None if no output is optional."""
         if self._as_needed:
             return a.needs  # type: ignore[attr-defined, no-any-return]
         return None if self.present is None else self.present(a)

@@ -26,7 +26,6 @@ from weft.ops.attention.arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
     AttentionGradients,
-    AttentionNeeds,
     AttentionOutputs,
     Mask,
     Packed,
@@ -348,7 +347,7 @@ def backward_of(
 ) -> AttentionBackwardArgs:
     return AttentionBackwardArgs(
         y, dlse, y, lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-        a.engine, AttentionNeeds(True, True, False),
+        a.engine, AttentionGradients(True, True, True, False),
     )  # fmt: skip
 
 

@@ -25,7 +25,12 @@ from weft.lab.families import Call, for_op
 from weft.lab.families.permute import permute_truth, row_map_truth, unpermute_truth
 from weft.lab.truth import near
 from weft.ops.common.results import plain_result
-from weft.ops.moe.permute.arguments import PermuteArgs, UnpermuteArgs, UnpermuteBackwardArgs, UnpermuteNeeds
+from weft.ops.moe.permute.arguments import (
+    PermuteArgs,
+    UnpermuteArgs,
+    UnpermuteBackwardArgs,
+    UnpermuteGradients,
+)
 from weft.ops.moe.permute.permute import permute_op, unpermute_op
 from weft.quant import PLAIN, Codes
 from weft.runtime import choosing_for, recording
@@ -743,7 +748,7 @@ def test_opcheck(dense: bool) -> None:
         "unpermute", Call(weft.unpermute, {"y": y, "rows": rows, "probs": probs, "carried": y[:, 0].clone()})
     )
     op = weft.catalogue["unpermute_backward"]
-    a = UnpermuteBackwardArgs(torch.randn(37, 96), y, PLAIN, probs, rows, UnpermuteNeeds(True, True))
+    a = UnpermuteBackwardArgs(torch.randn(37, 96), y, PLAIN, probs, rows, UnpermuteGradients(True, True))
     torch.library.opcheck(op.overload, op.arguments.flatten(a))
 
 

@@ -16,7 +16,7 @@ from weft.lab.copies import assert_copies
 from weft.lab.families import Call
 from weft.lab.families.norm import norm_truth
 from weft.ops.common.results import ResultOptions
-from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormNeeds
+from weft.ops.norm.arguments import NormArgs, NormBackwardArgs, NormGradients
 from weft.ops.quantize.arguments import DequantizeArgs, QuantizeArgs
 from weft.runtime import choosing_for
 
@@ -125,7 +125,7 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
         sources = (x, weight, bias, x, bias, scale, scale, scale)
         for unrounded in (False, True):
             calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", unrounded, True, to)))
-    needs = NormNeeds(*[True] * len(NormNeeds._fields))
+    needs = NormGradients(*[True] * len(NormGradients._fields))
     read = (x, x, x, x, bias, scale, weight, bias, scale, rstd, mean)
     for unrounded in (False, True):
         how = (0.0, "fp32", unrounded, x.dtype, x.dtype, needs)

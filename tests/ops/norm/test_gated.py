@@ -22,7 +22,7 @@ from weft.lab.copies import assert_copies
 from weft.lab.families import Call
 from weft.lab.families.gated_norm import gated_norm_truth
 from weft.lab.truth import near
-from weft.ops.norm.gated.arguments import GatedNormBackwardArgs, GatedNormNeeds
+from weft.ops.norm.gated.arguments import GatedNormBackwardArgs, GatedNormGradients
 from weft.ops.norm.gated.gated import gated_norm_backward_op
 from weft.runtime import choosing_for, recording
 
@@ -319,7 +319,7 @@ def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
         x = torch.empty(rows, 1, device="meta", dtype=BF16)
         with recording("sm_90") as variants:
             weft.gated_norm(x, x, quantize="tensor", columnwise=True)
-            needs = GatedNormNeeds(x=True, gate=True)
+            needs = GatedNormGradients(x=True, gate=True, weight=False)
             gated_norm_backward_op(
                 GatedNormBackwardArgs(x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, "fp32", False, needs)
             )
@@ -507,7 +507,7 @@ def test_launches() -> None:
         (False, ["gated_norm_backward_kernel"]),
     ):
         with recording("sm_90") as variants:
-            needs = GatedNormNeeds(True, True, need_weight)
+            needs = GatedNormGradients(True, True, need_weight)
             gated_norm_backward_op(
                 GatedNormBackwardArgs(x, gate, gate, weight, rstd, 4, "sigmoid", 0.0, "fp32", True, needs)
             )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.attention.arguments import AttentionBackwardArgs, AttentionNeeds, Mask, Packed
+from ...ops.attention.arguments import AttentionBackwardArgs, AttentionGradients, Mask, Packed
 from ...ops.attention.attention import attention
 from ...ops.quantize.quantize import quantize
 from ...quant import QTensor
@@ -154,7 +154,7 @@ def attention_backward(
     softcap: float, layout: str,
 ) -> Any:  # fmt: skip
     """Call the backward op, with its tensors as arguments."""
-    needs = AttentionNeeds(True, True, sinks is not None)
+    needs = AttentionGradients(True, True, True, sinks is not None)
     packed = Packed(cu_seqlens, cu_seqlens, kv_lengths)
     scale = query.shape[-1] ** -0.5
     return catalogue["attention_backward"](

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import gated_norm
-from ...ops.norm.gated.arguments import GatedNormNeeds
+from ...ops.norm.gated.arguments import GatedNormGradients
 from ..chain import EPS, chain
 from ..family import Family
 from ..problem import Call, Inputs, Size, Workload, run_op
@@ -85,7 +85,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "weight_offset": forward.get("weight_offset", 0.0),
         "casting": forward.get("casting", "fp32"),
         "transpose": transpose,
-        "needs": GatedNormNeeds(True, True, True),
+        "needs": GatedNormGradients(True, True, True),
     }
     return Call(functools.partial(run_op, "gated_norm_backward"), kwargs)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from ...ops import linear_cross_entropy, linear_logprobs
 from ...ops.loss.linear_logprobs.arguments import (
     HeadGradients,
-    HeadNeeds,
     LinearBackwardArgs,
     LinearLogprobsArgs,
 )
@@ -97,7 +96,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def _backward(softcap: float | None, scale: float, **kwargs: Any) -> HeadGradients:
     softmax = Softmax(0, len(kwargs["weight"]), -100, softcap, scale)
-    needs = HeadNeeds(True, True, kwargs["bias"] is not None)
+    needs = HeadGradients(True, True, kwargs["bias"] is not None)
     return linear_logprobs_backward_op(
         LinearBackwardArgs(softmax=softmax, skip_below=None, needs=needs, **kwargs)
     )

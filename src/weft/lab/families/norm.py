@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import Format
 from ...ops import layer_norm, rms_norm
-from ...ops.norm.arguments import NormNeeds
+from ...ops.norm.arguments import NormGradients
 from ..chain import EPS, chain, codes_and_scales
 from ..family import Compute, Family
 from ..problem import Call, Inputs, Size, Workload, run_op
@@ -269,7 +269,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "unrounded_sum": unrounded,
         "x_dtype": inputs.dtype,
         "residual_dtype": h.dtype,
-        "needs": NormNeeds(
+        "needs": NormGradients(
             x=True,
             weight="weight" in weights,
             bias="bias" in weights,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops import RowMap, permute, quantize, row_map, unpermute
-from ...ops.moe.permute.arguments import UnpermuteNeeds
+from ...ops.moe.permute.arguments import UnpermuteGradients
 from ...quant import PLAIN, QTensor
 from ...quant.straight import take_apart
 from ..chain import Chain
@@ -150,7 +150,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         "codes": codes,
         "probs": _probs(inputs, rows),
         "map": rows,
-        "needs": UnpermuteNeeds(True, True),
+        "needs": UnpermuteGradients(True, True),
     }
     return Call(functools.partial(run_op, "unpermute_backward"), kwargs)
 

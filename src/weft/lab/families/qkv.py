@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.common.heads import Cut, Heads, shape_of
 from ...ops.common.kv_cache import KVCache
-from ...ops.heads.arguments import PrepareBackward, PrepareNeeds
+from ...ops.heads.arguments import PrepareBackward, PrepareGradients
 from ...ops.heads.norm import NO_NORM, HeadNorm
 from ...ops.heads.qkv import qkv_prepare
 from ...runtime import catalogue
@@ -179,7 +179,7 @@ def prepare_backward(
         turning=head_rotation.argument._replace(positions=tensors.get("positions")),
         cut=cut,
         batch=batch,
-        needs=PrepareNeeds(
+        needs=PrepareGradients(
             True, False, False, *(tensors.get(name) is not None for name in (*VECTORS, "bias"))
         ),
     )

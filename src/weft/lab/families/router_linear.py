@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import router_linear
-from ...ops.moe.router_linear.arguments import RouterLinearNeeds
+from ...ops.moe.router_linear.arguments import RouterLinearGradients
 from ..chain import chain
 from ..family import Family, Moved, Width
 from ..problem import Call, Inputs, Workload, run_op
@@ -81,7 +81,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     kwargs = _tensors(workload, inputs, shape)
     kwargs["dy"] = inputs.normal(*shape[:-1], settings["experts"], dtype=_as(torch.float32, inputs))
     needs = settings.get("needs", (True, True, kwargs["bias"] is not None))
-    kwargs["needs"] = RouterLinearNeeds(*needs)
+    kwargs["needs"] = RouterLinearGradients(*needs)
     return Call(functools.partial(run_op, "router_linear_backward"), kwargs)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Generic, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple
 
 from ...quant import Codes, Format
+from ...runtime import G
 from ..common.results import Result, ResultOptions
 
 
@@ -111,14 +113,6 @@ class AttentionOutputs(NamedTuple):
     max: Tensor | None  # fp32 [heads]
 
 
-class AttentionNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    query: bool
-    key: bool
-    sinks: bool
-
-
 class AttentionBackwardArgs(NamedTuple):
     dy: Tensor  # [batch, queries, heads, numbers], or [tokens, heads, numbers]
     dlse: Tensor | None
@@ -134,11 +128,11 @@ class AttentionBackwardArgs(NamedTuple):
     softcap: float
     layout: str  # of query, key and value, and of their gradients
     engine: str
-    needs: AttentionNeeds
+    needs: AttentionGradients[bool]
 
 
-class AttentionGradients(NamedTuple):
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-    sinks: Tensor | None
+class AttentionGradients(NamedTuple, Generic[G]):
+    query: G
+    key: G  # wanted with that of value
+    value: G
+    sinks: G

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...quant import PLAIN, Format, QTensor
-from ...runtime import Backward, Gradients, Op, autocasted, capabilities_of
+from ...runtime import Backward, Gradients, Op, Present, autocasted, capabilities_of
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.heads import LAYOUTS, Layout
 from ..common.quantized import register_codes, rowwise_codes
@@ -36,7 +36,6 @@ from .arguments import (
     AttentionArgs,
     AttentionBackwardArgs,
     AttentionGradients,
-    AttentionNeeds,
     AttentionOutputs,
     EightBits,
     Mask,
@@ -67,16 +66,7 @@ class AttentionBackwardOp(
                 else None
             )
 
-        needs = a.needs
-        return AttentionGradients(
-            like(a.query, needs.query),
-            like(a.key, needs.key),
-            like(a.value, needs.key),
-            like(a.sinks, needs.sinks),
-        )
-
-    def present(self, a: AttentionBackwardArgs) -> Any:
-        return AttentionGradients(a.needs.query, a.needs.key, a.needs.key, a.needs.sinks)  # type: ignore[arg-type]
+        return AttentionGradients(*map(like, (a.query, a.key, a.value, a.sinks), a.needs))
 
     @cached_property
     def launch(self) -> Callable[[AttentionGradients, AttentionBackwardArgs], None]:
@@ -116,8 +106,8 @@ class AttentionOp(
         largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
         return AttentionOutputs(result, lse, largest)
 
-    def present(self, a: AttentionArgs) -> Any:
-        return AttentionOutputs(a.result.present(), True, a.return_max)  # type: ignore[arg-type]
+    def present(self, a: AttentionArgs) -> Present:
+        return a.result.present(), True, a.return_max
 
     @cached_property
     def launch(self) -> Callable[[AttentionOutputs, AttentionArgs], None]:
@@ -144,7 +134,8 @@ class AttentionOp(
             y, dy = (x.unflatten(-1, (-1, v_dim)) for x in (y, dy))
         elif a.layout == "bhsd":
             y, dy = y.transpose(1, 2), dy.transpose(1, 2)
-        needs = AttentionNeeds(b.needs.query, b.needs.key or b.needs.value, b.needs.sinks)
+        pairs = b.needs.key or b.needs.value
+        needs = AttentionGradients(b.needs.query, pairs, pairs, b.needs.sinks)
         found = attention_backward_op(
             AttentionBackwardArgs(
                 dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,

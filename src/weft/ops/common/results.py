@@ -20,7 +20,7 @@ from ...quant.formats import transposed_spec
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
-from ...runtime import Op
+from ...runtime import Op, Present
 from .checks import FLOATS, check_apart, check_out_dtype, check_tensor, checked_once
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
@@ -42,7 +42,7 @@ class ResultOptions(NamedTuple):
     return_amax: bool
     return_plain: bool = False  # give the plain result as well as the quantised one
 
-    def present(self) -> Result:
+    def present(self) -> Present:
         """Which parts of the result are not None."""
         if self.format is None:
             return _ONLY_Y
@@ -50,7 +50,7 @@ class ResultOptions(NamedTuple):
         row, col = self.rowwise, self.columnwise
         by_tensor, apart = f.stored.block == "nvfp4", f.hadamard is not None
         last, last_t = by_tensor and (row or not apart), apart and col
-        return Result(True, row, row, col, col, last, self.return_amax, last_t)  # type: ignore[arg-type]
+        return True, row, row, col, col, last, self.return_amax, last_t
 
     def blocks(self) -> tuple[dict[str, str], int]:
         """(whole, block) for `Sharding`: why rows of the result cannot be sharded, if they cannot, and the rows of a
@@ -114,7 +114,7 @@ class Result(NamedTuple):
         return wrap(self.y, spec, *self.copies(spec))
 
 
-_ONLY_Y = Result(True, *[False] * 7)  # type: ignore[arg-type]
+_ONLY_Y = (True, *[False] * 7)
 
 
 _WITH_QUANTIZE = "columnwise, quant_scale, return_amax and return_plain go with quantize=…"

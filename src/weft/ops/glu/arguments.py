@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 from torch import Tensor
+from typing_extensions import NamedTuple, TypeVar
 
 from ...quant import Format
+from ...runtime import G
 from ..common.groups import Groups
 from ..common.results import Result, ResultOptions
+
+R = TypeVar("R", default=Result)
 
 
 class GatedUnit(NamedTuple):
@@ -38,15 +42,6 @@ class GluOutputs(NamedTuple):
     result: Result
 
 
-class GluNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool = False
-    up: bool = False
-    probs: bool = False
-    bias: bool = False
-
-
 class GluBackwardArgs(NamedTuple):
     x: Tensor
     up: Tensor | None
@@ -56,7 +51,7 @@ class GluBackwardArgs(NamedTuple):
     groups: Groups
     unit: GatedUnit
     gradient: ResultOptions
-    needs: GluNeeds
+    needs: GluBackwardOutputs[bool, bool]
 
     @property
     def up_gradient(self) -> ResultOptions:
@@ -66,11 +61,11 @@ class GluBackwardArgs(NamedTuple):
         return self.gradient._replace(dtype=self.up.dtype)
 
 
-class GluBackwardOutputs(NamedTuple):
-    x: Result
-    up: Result
-    probs: Tensor | None
-    bias: Tensor | None
+class GluBackwardOutputs(NamedTuple, Generic[R, G]):
+    x: R
+    up: R
+    probs: G
+    bias: G
 
 
 NO_RESULT = Result(None)  # type: ignore[arg-type]

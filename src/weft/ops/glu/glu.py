@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format, QTensor
-from ...runtime import LATER, Backward, Gradients, Op, Sharding, is_distributed
+from ...runtime import LATER, Backward, Gradients, Op, Present, Sharding, is_distributed, later
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, real, whole
 from ..common.groups import NO_GROUPS, Groups
@@ -58,7 +58,6 @@ from .arguments import (
     GluArgs,
     GluBackwardArgs,
     GluBackwardOutputs,
-    GluNeeds,
     GluOutputs,
     hidden_of,
     in_one_pass,
@@ -94,13 +93,13 @@ class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward"
             empty_like(bias) if bias is not None and needs.bias else None,
         )
 
-    def present(self, a: GluBackwardArgs) -> Any:
-        there = a.gradient.present()
-        return GluBackwardOutputs(
-            there if a.needs.x else NO_RESULT,
-            there if a.needs.up and a.up is not None else NO_RESULT,
-            a.needs.probs and a.probs is not None,  # type: ignore[arg-type]
-            a.needs.bias and a.bias is not None,  # type: ignore[arg-type]
+    def present(self, a: GluBackwardArgs) -> Present:
+        needs, there, none = a.needs, a.gradient.present(), (False,) * len(NO_RESULT)
+        return (
+            there if needs.x else none,
+            there if needs.up and a.up is not None else none,
+            needs.probs and a.probs is not None,
+            needs.bias and a.bias is not None,
         )
 
     @cached_property
@@ -121,8 +120,8 @@ class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
         shape = (*a.x.shape[:-1], hidden_of(a.x, a.unit.layout))
         return GluOutputs(allocate_result(a.result, a.x, shape, a.groups))
 
-    def present(self, a: GluArgs) -> Any:
-        return GluOutputs(a.result.present())
+    def present(self, a: GluArgs) -> Present:
+        return (a.result.present(),)
 
     @cached_property
     def launch(self) -> Callable[[GluOutputs, GluArgs], None]:
@@ -134,11 +133,12 @@ class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
         return glu_reference(a)
 
     def keep(self, a: GluArgs, o: GluOutputs) -> GluBackwardArgs:
-        return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, GluNeeds())
+        needs = later(GluBackwardOutputs)
+        return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, needs)
 
     def backward(self, b: Backward) -> Gradients:
         kept: GluBackwardArgs = b.kept
-        needs = GluNeeds(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
+        needs = GluBackwardOutputs(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
         found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
         dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
         if type(kept.x) not in (Tensor, torch.nn.Parameter):
@@ -373,7 +373,7 @@ def glu_backward(
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
     elif columnwise:
         raise ValueError("columnwise goes with quantize=…")
-    needs = GluNeeds(True, up is not None, probs is not None, bias is not None)
+    needs = GluBackwardOutputs(True, up is not None, probs is not None, bias is not None)
     found = glu_backward_op(GluBackwardArgs(x, up, flat_probs, bias, dy, groups, unit, gradient, needs))
     dx, dup, dprobs = _gradient(found.x, gradient, x), _gradient(found.up, gradient, up), found.probs
     assert dx is not None

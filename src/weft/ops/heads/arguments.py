@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 from torch import Tensor
+from typing_extensions import NamedTuple
 
-from ...runtime import Written
+from ...runtime import G, Written
 from ..common.heads import Cut
 from ..common.kv_cache import Cache
 from .angles import Turning
@@ -96,20 +97,6 @@ class Quantized(NamedTuple):
     gate: Tensor | None
 
 
-class PrepareNeeds(NamedTuple):
-    """Which gradients the backward computes. Those of separate q, k and v are computed all three if one is wanted. That
-    of the bias of a packed projection is made of x's, which is then computed too."""
-
-    x: bool
-    k: bool
-    v: bool
-    q_weight: bool
-    k_weight: bool
-    q_bias: bool
-    k_bias: bool
-    bias: bool
-
-
 class PrepareBackward(NamedTuple):
     """The arguments of the backward: gradients of what was returned, and what the forward kept."""
 
@@ -124,20 +111,22 @@ class PrepareBackward(NamedTuple):
     turning: Turning
     cut: Cut
     batch: int
-    needs: PrepareNeeds
+    needs: PrepareGradients[bool]
 
 
-class PrepareGradients(NamedTuple):
-    """Gradients of the input (of q, k and v if they were apart), of the vectors of the norm and of the bias."""
+class PrepareGradients(NamedTuple, Generic[G]):
+    """Gradients of the input (of q, k and v if they were apart), of the vectors of the norm and of the bias. Those of
+    separate q, k and v are computed all three if one is wanted. That of the bias of a packed projection is made of x's,
+    which is then computed too."""
 
-    x: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    bias: Tensor | None
+    x: G
+    k: G
+    v: G
+    q_weight: G
+    k_weight: G
+    q_bias: G
+    k_bias: G
+    bias: G
 
 
 class Rope(NamedTuple):

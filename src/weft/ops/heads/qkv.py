@@ -34,13 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...quant import Codes, Format, QTensor
-from ...runtime import Backward, Gradients, Nothing, Op, Sharding
+from ...runtime import LATER, Backward, Gradients, Nothing, Op, Present, Sharding, later
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.heads import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
 from ..common.kv_cache import E4M3, INT8, KVCache, check_cache, check_slots
@@ -51,7 +51,6 @@ from .arguments import (
     PrepareBackward,
     PrepareCached,
     PrepareGradients,
-    PrepareNeeds,
     PrepareQuantized,
     Quantized,
 )
@@ -67,8 +66,8 @@ from .sharding import shard_prepare
 # ---- ops ------------------------------------------------------------------------------------------------
 
 
-def _present(a: Prepare) -> QKV:
-    return QKV(True, True, a.cut.packing != "apart" or a.v is not None, a.cut.gate)  # type: ignore[arg-type]
+def _present(a: Prepare) -> Present:
+    return True, True, a.cut.packing != "apart" or a.v is not None, a.cut.gate
 
 
 def _allocate(a: Prepare) -> QKV:
@@ -92,9 +91,6 @@ class _Kept(NamedTuple):
     args: PrepareBackward  # gradients and needs are not known yet
     tokens: int
     has_v: bool
-
-
-_NO_NEEDS = PrepareNeeds(False, False, False, False, False, False, False, False)
 
 
 class QkvPrepareBackwardOp(Op[PrepareBackward, PrepareGradients], name="qkv_prepare_backward", variants=64):
@@ -147,7 +143,7 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
     def allocate(self, a: Prepare) -> QKV:
         return _allocate(a)
 
-    def present(self, a: Prepare) -> Any:
+    def present(self, a: Prepare) -> Present:
         return _present(a)
 
     @cached_property
@@ -162,11 +158,10 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
     def keep(self, a: Prepare, outputs: QKV) -> _Kept:
         normed = a.norm.kind != "none"
         batch, tokens = sizes(a.x, a.cut.layout)
-        unknown: Any = None
         # A rotation alone needs nothing of its input.
         x, k = (a.x, a.k) if normed else (None, None)
         args = PrepareBackward(
-            unknown, unknown, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, _NO_NEEDS
+            LATER, LATER, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, later(PrepareGradients)
         )  # fmt: skip
         return _Kept(args, tokens, outputs.v is not None)
 
@@ -189,7 +184,7 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
                 dk=given(grads.k, cut.kv, cut.dim),
                 dv=given(grads.v, cut.kv, cut.v_dim) if kept.has_v else None,
                 dgate=given(grads.gate, cut.q, cut.dim) if cut.gate else None,
-                needs=PrepareNeeds(
+                needs=PrepareGradients(
                     x=needs_x,
                     k=apart,
                     v=apart and kept.has_v,
@@ -250,8 +245,8 @@ class QkvPrepareQuantizedOp(Op[PrepareQuantized, Quantized], name="qkv_prepare_q
         (q, q_scale), (k, k_scale) = coded(q), coded(k)
         return Quantized(q, k, q_scale, k_scale, v, gate)
 
-    def present(self, a: PrepareQuantized) -> Any:
-        return Quantized(True, True, True, True, *_present(a.prepare)[2:])  # type: ignore[arg-type]
+    def present(self, a: PrepareQuantized) -> Present:
+        return True, True, True, True, *_present(a.prepare)[2:]
 
     @cached_property
     def launch(self) -> Callable[[Quantized, PrepareQuantized], None]:

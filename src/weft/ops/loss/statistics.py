@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime import capabilities_of, is_readable
+from ...runtime import Present, capabilities_of, is_readable
 from ..common.checks import checked_once, real, whole
 
 # The limits of temperatures: they and their reciprocals are normal fp32 numbers.
@@ -98,10 +98,8 @@ class TokenResults(NamedTuple):
     shares: Tensor | None  # [2, T]: sum(w) / V and 1 / V
 
     @staticmethod
-    def present(wanted: Wanted) -> Any:
-        """Which of the results are not None."""
-        there: Any = (True, True, *wanted, True, True, wanted.spread)
-        return TokenResults(*there)
+    def present(wanted: Wanted) -> Present:
+        return True, True, *wanted, True, True, wanted.spread
 
     @staticmethod
     def allocate(target: Tensor, dtype: torch.dtype, wanted: Wanted) -> TokenResults:

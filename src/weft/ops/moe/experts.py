@@ -24,7 +24,7 @@ from ..common.activations import Act
 from ..common.checks import check_input
 from ..common.groups import Groups
 from ..common.results import plain_result
-from ..glu.arguments import GatedUnit, GluBackwardArgs, GluNeeds
+from ..glu.arguments import GatedUnit, GluBackwardArgs, GluBackwardOutputs
 from ..glu.glu import Layout, glu, glu_backward_op
 from ..product.linear import apply_linear, quantised_copies
 from ..product.recipes import Recipe
@@ -61,7 +61,7 @@ class _KeepingFewBytes(torch.autograd.Function):
         data, scale, probs, ends = ctx.saved_tensors
         z = dequantize_codes(Codes(data, scale, format=_KEPT), *ctx.z)
         groups = Groups(ends, ctx.align)
-        needs = GluNeeds(True, False, probs is not None, False)
+        needs = GluBackwardOutputs(True, False, probs is not None, False)
         found = glu_backward_op(
             GluBackwardArgs(z, None, probs, None, dh, groups, ctx.unit, plain_result(z.dtype), needs)
         )

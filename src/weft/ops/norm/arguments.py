@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple
 
+from ...runtime import G
 from ..common.results import Result, ResultOptions
 
 
@@ -48,28 +50,15 @@ class NormOutputs(NamedTuple):
     mean: Tensor | None  # fp32 [rows], of a LayerNorm
 
 
-class NormNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool = False
-    weight: bool = False
-    bias: bool = False
-    scale: bool = False
-    shift: bool = False
-    residual: bool = False  # where it is not that of x, for a gate or another dtype
-    residual_gate: bool = False
-    pre_bias: bool = False
-
-
-class NormGradients(NamedTuple):
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    scale: Tensor | None
-    shift: Tensor | None
-    residual: Tensor | None
-    residual_gate: Tensor | None
-    pre_bias: Tensor | None
+class NormGradients(NamedTuple, Generic[G]):
+    x: G
+    weight: G
+    bias: G
+    scale: G
+    shift: G
+    residual: G  # where it is not that of x, for a gate or another dtype
+    residual_gate: G
+    pre_bias: G
 
 
 class NormBackwardArgs(NamedTuple):
@@ -89,4 +78,4 @@ class NormBackwardArgs(NamedTuple):
     unrounded_sum: bool
     x_dtype: torch.dtype
     residual_dtype: torch.dtype
-    needs: NormNeeds
+    needs: NormGradients[bool]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import Backward, Gradients, Op, Sharding, is_distributed
+from ...runtime import Backward, Gradients, Op, Present, Sharding, is_distributed
 from ..common.checks import (
     FLOATS,
     check_input,
@@ -46,7 +46,7 @@ from ..common.checks import (
 )
 from ..common.results import allocate_result, result_into, result_options
 from ..common.rows import count_rows, empty_like, empty_where
-from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormNeeds, NormOutputs
+from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
 from .reference import norm_backward_reference, norm_reference
 from .signatures import Modulation, NormResult, norm_like
 
@@ -112,8 +112,8 @@ class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable
             mean = torch.empty_like(rstd) if a.kind == "layer" else None
         return NormOutputs(allocate_result(a.result, x), residual, rstd, mean)
 
-    def present(self, a: NormArgs) -> Any:
-        return NormOutputs(a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer")  # type: ignore[arg-type]
+    def present(self, a: NormArgs) -> Present:
+        return a.result.present(), a.keeps_h, a.stats, a.stats and a.kind == "layer"
 
     @cached_property
     def launch(self) -> Callable[[NormOutputs, NormArgs], None]:
@@ -171,7 +171,7 @@ class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable
                 unrounded_sum=kept.unrounded_sum,
                 x_dtype=kept.x_dtype,
                 residual_dtype=kept.residual_dtype,
-                needs=NormNeeds(
+                needs=NormGradients(
                     needs.x or (needs.residual and shared),
                     needs.weight,
                     needs.bias,

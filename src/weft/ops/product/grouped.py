@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ...quant.copies import Copies
 from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
-from ...runtime import Backward, Gradients, Op
+from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from ..common.groups import Groups, group_spans
@@ -139,8 +139,8 @@ class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", va
             allocate_result(a.result, a.x, (rows.shape[0], a.w.shape[1] // (2 if a.gated else 1)))
         )
 
-    def present(self, a: GroupedArgs) -> Any:
-        return ProductOutputs(a.result.present())
+    def present(self, a: GroupedArgs) -> Present:
+        return (a.result.present(),)
 
     @cached_property
     def launch(self) -> Callable[[ProductOutputs, GroupedArgs], None]:
@@ -204,8 +204,8 @@ class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", varian
     def allocate(self, a: WgradArgs) -> ProductOutputs:
         return ProductOutputs(allocate_result(a.result, a.dy, (a.ends.shape[0], a.dy.shape[1], a.x.shape[1])))
 
-    def present(self, a: WgradArgs) -> Any:
-        return ProductOutputs(a.result.present())
+    def present(self, a: WgradArgs) -> Present:
+        return (a.result.present(),)
 
     @cached_property
     def launch(self) -> Callable[[ProductOutputs, WgradArgs], None]:

@@ -34,7 +34,7 @@ from ...quant import PLAIN, Codes, Format, QTensor
 from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
-from ...runtime import Backward, Gradients, Op
+from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
 from ..common.quantized import register, register_codes
@@ -95,8 +95,8 @@ class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
         n = a.b.shape[-1] // (2 if a.gated else 1)
         return ProductOutputs(allocate_result(a.result, a.a, (*a.a.shape[:-1], n)))
 
-    def present(self, a: MatmulArgs) -> Any:
-        return ProductOutputs(a.result.present())
+    def present(self, a: MatmulArgs) -> Present:
+        return (a.result.present(),)
 
     @cached_property
     def launch(self) -> Callable[[ProductOutputs, MatmulArgs], None]:

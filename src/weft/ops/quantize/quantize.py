@@ -25,7 +25,17 @@ from torch import Tensor
 from ...quant import Codes, Format, QTensor
 from ...quant.copies import check_codes
 from ...quant.reference import dequantize_copy, hadamard_reference
-from ...runtime import Backward, Gradients, Nothing, Op, Sharding, is_distributed, local_of, place_like
+from ...runtime import (
+    Backward,
+    Gradients,
+    Nothing,
+    Op,
+    Present,
+    Sharding,
+    is_distributed,
+    local_of,
+    place_like,
+)
 from ..common.checks import FLOATS, check_input, check_tensor, whole
 from ..common.results import ResultOptions, allocate_result, check_copies
 from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
@@ -42,8 +52,8 @@ class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32
     def allocate(self, a: QuantizeArgs) -> QuantizeOutputs:
         return QuantizeOutputs(allocate_result(a.result, a.x))
 
-    def present(self, a: QuantizeArgs) -> Any:
-        return QuantizeOutputs(a.result.present())
+    def present(self, a: QuantizeArgs) -> Present:
+        return (a.result.present(),)
 
     @cached_property
     def launch(self) -> Callable[[QuantizeOutputs, QuantizeArgs], None]:

@@ -30,12 +30,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ....runtime import Backward, Gradients, Op, is_distributed
+from ....runtime import Backward, Gradients, Op, Present, is_distributed
 from ...common.checks import check_input
 from ...common.rows import compute_dtype, row_strides
 from ..reduction import CrossEntropy, check_class_weight, check_target, loss_options, reduced_loss
@@ -136,10 +136,9 @@ class CrossEntropyOp(
             new((2, rows)) if a.wanted.spread else None,
         )
 
-    def present(self, a: CrossEntropyArgs) -> Any:
+    def present(self, a: CrossEntropyArgs) -> Present:
         wanted, mean = a.wanted, a.loss.reduction == "mean"
-        there = (True, True, wanted.entropy, wanted.accuracy, True, True, mean, wanted.spread)
-        return CrossEntropyOutputs(*there)  # type: ignore[arg-type]
+        return True, True, wanted.entropy, wanted.accuracy, True, True, mean, wanted.spread
 
     @cached_property
     def launch(self) -> Callable[[CrossEntropyOutputs, CrossEntropyArgs], None]:
@@ -197,7 +196,7 @@ class ShardedLogprobsOp(
     def allocate(self, a: ShardedArgs) -> TokenResults:
         return TokenResults.allocate(a.target, compute_dtype(a.logits), a.wanted)
 
-    def present(self, a: ShardedArgs) -> Any:
+    def present(self, a: ShardedArgs) -> Present:
         return TokenResults.present(a.wanted)
 
     @cached_property

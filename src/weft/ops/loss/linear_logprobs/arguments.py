@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple
 
+from ....runtime import G
 from ..statistics import Softmax, TokenResults, Wanted
 
 
@@ -37,18 +39,10 @@ class LinearLogprobsOutputs(NamedTuple):
     order: Tensor  # int32 [T + 1]: the tokens with a target, the others, and how many have a target
 
 
-class HeadNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-class HeadGradients(NamedTuple):
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+class HeadGradients(NamedTuple, Generic[G]):
+    hidden: G
+    weight: G
+    bias: G
 
 
 class LinearBackwardArgs(NamedTuple):
@@ -69,7 +63,7 @@ class LinearBackwardArgs(NamedTuple):
     dspread: Tensor | None
     softmax: Softmax
     skip_below: float | None
-    needs: HeadNeeds
+    needs: HeadGradients[bool]
 
 
 AnyHeadArgs = LinearStatisticsArgs | LinearLogprobsArgs | LinearBackwardArgs

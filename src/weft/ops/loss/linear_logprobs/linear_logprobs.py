@@ -39,12 +39,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ....runtime import Backward, Gradients, Op, autocasted, is_distributed
+from ....runtime import Backward, Gradients, Op, Present, autocasted, is_distributed, later
 from ...common.checks import FLOATS, check_input, check_tensor, check_tensors, real
 from ...common.rows import compute_dtype
 from ..reduction import check_target
@@ -52,7 +52,6 @@ from ..sharding import Local, VocabShard, check_shard, localize
 from ..statistics import DIFFERENTIABLE, Softmax, Statistics, TokenResults, Wanted, check_labels, softmax_of
 from .arguments import (
     HeadGradients,
-    HeadNeeds,
     LinearBackwardArgs,
     LinearLogprobsArgs,
     LinearLogprobsOutputs,
@@ -126,8 +125,8 @@ class LinearLogprobsOp(
         tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
         return LinearLogprobsOutputs(tokens, new_order(a.target))
 
-    def present(self, a: LinearLogprobsArgs) -> Any:
-        return LinearLogprobsOutputs(TokenResults.present(a.wanted), True)  # type: ignore[arg-type]
+    def present(self, a: LinearLogprobsArgs) -> Present:
+        return TokenResults.present(a.wanted), True
 
     @cached_property
     def launch(self) -> Callable[[LinearLogprobsOutputs, LinearLogprobsArgs], None]:
@@ -157,11 +156,11 @@ class LinearLogprobsOp(
             dspread=None,
             softmax=a.softmax,
             skip_below=a.skip_below,
-            needs=HeadNeeds(False, False, False),
+            needs=later(HeadGradients),
         )
 
     def backward(self, b: Backward) -> Gradients:
-        needs = HeadNeeds(b.needs.hidden, b.needs.weight, b.needs.bias)
+        needs = HeadGradients(b.needs.hidden, b.needs.weight, b.needs.bias)
         if True not in needs:
             return {}
         grads: TokenResults = b.grads.tokens

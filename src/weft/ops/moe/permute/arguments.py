@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 from torch import Tensor
+from typing_extensions import NamedTuple
 
 from ....quant import Codes
+from ....runtime import G
 from ...common.results import Result, ResultOptions
 from ..row_map.arguments import RowMap
 
@@ -37,16 +39,9 @@ class UnpermuteOutputs(NamedTuple):
     carried: Tensor | None  # in the shape of probs
 
 
-class UnpermuteNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    rows: bool
-    probs: bool
-
-
-class UnpermuteGradients(NamedTuple):
-    rows: Tensor | None
-    probs: Tensor | None
+class UnpermuteGradients(NamedTuple, Generic[G]):
+    rows: G
+    probs: G
 
 
 class UnpermuteBackwardArgs(NamedTuple):
@@ -55,4 +50,4 @@ class UnpermuteBackwardArgs(NamedTuple):
     codes: Codes
     probs: Tensor
     map: RowMap
-    needs: UnpermuteNeeds
+    needs: UnpermuteGradients[bool]

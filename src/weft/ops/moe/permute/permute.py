@@ -25,7 +25,7 @@ from torch import Tensor
 from ....quant import PLAIN, Codes, Format, QTensor
 from ....quant.copies import check_codes
 from ....quant.straight import take_apart
-from ....runtime import Backward, Gradients, Op, local_rows
+from ....runtime import LATER, Backward, Gradients, Op, Present, later, local_rows
 from ...common.checks import FLOATS, check_input, check_tensor
 from ...common.quantized import register_codes, rowwise_codes
 from ...common.results import ResultOptions, allocate_result, plain_result, result_options
@@ -36,7 +36,6 @@ from .arguments import (
     UnpermuteArgs,
     UnpermuteBackwardArgs,
     UnpermuteGradients,
-    UnpermuteNeeds,
     UnpermuteOutputs,
 )
 from .reference import permute_reference, to_rows, to_slots, unpermute_backward_reference, unpermute_reference
@@ -105,8 +104,8 @@ class PermuteOp(
         row_probs = None if probs is None else torch.empty(rows, dtype=probs.dtype, device=a.x.device)
         return PermuteOutputs(allocate_result(a.result, a.x, (rows, a.x.shape[-1])), row_probs)
 
-    def present(self, a: PermuteArgs) -> Any:
-        return PermuteOutputs(a.result.present(), a.probs is not None)  # type: ignore[arg-type]
+    def present(self, a: PermuteArgs) -> Present:
+        return a.result.present(), a.probs is not None
 
     @cached_property
     def launch(self) -> Callable[[PermuteOutputs, PermuteArgs], None]:
@@ -151,8 +150,8 @@ class UnpermuteOp(
             torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried
         )
 
-    def present(self, a: UnpermuteArgs) -> Any:
-        return UnpermuteOutputs(True, a.carried is not None)  # type: ignore[arg-type]
+    def present(self, a: UnpermuteArgs) -> Present:
+        return True, a.carried is not None
 
     @cached_property
     def launch(self) -> Callable[[UnpermuteOutputs, UnpermuteArgs], None]:
@@ -164,17 +163,16 @@ class UnpermuteOp(
         return unpermute_reference(a)
 
     def keep(self, a: UnpermuteArgs, o: UnpermuteOutputs) -> UnpermuteBackwardArgs:
-        unknown: Any = None
         if a.probs is not None and a.probs.requires_grad:
             rows, codes = (a.rows if a.codes.data is None else None), a.codes
         else:
             rows, codes = None, PLAIN
-        return UnpermuteBackwardArgs(unknown, rows, codes, a.probs, a.map, UnpermuteNeeds(False, False))  # type: ignore[arg-type]
+        return UnpermuteBackwardArgs(LATER, rows, codes, a.probs, a.map, later(UnpermuteGradients))  # type: ignore[arg-type]
 
     def backward(self, b: Backward) -> Gradients:
         kept: UnpermuteBackwardArgs = b.kept
         dy, dcarried = b.grads.y, b.grads.carried if b.needs.carried else None
-        needs = UnpermuteNeeds(b.needs.rows, b.needs.probs)
+        needs = UnpermuteGradients(b.needs.rows, b.needs.probs)
         found: Gradients = {}
         if dy is not None and kept.probs is not None and any(needs):
             found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()

@@ -35,12 +35,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime import Backward, Gradients, Op, Sharding, summed
+from ....runtime import Backward, Gradients, Op, Present, Sharding, summed
 from ...common.checks import FLOATS, check_input, check_out_dtype, check_tensor, real, whole
 from ...common.rows import compute_dtype
 from .arguments import (
@@ -177,8 +177,8 @@ class RouteOp(
             torch.empty((), dtype=sums, device=device) if a.z else None,
         )
 
-    def present(self, a: RouteArgs) -> Any:
-        return RouteOutputs(True, True, True, a.scores, a.balance, a.balance, a.z)  # type: ignore[arg-type]
+    def present(self, a: RouteArgs) -> Present:
+        return True, True, True, a.scores, a.balance, a.balance, a.z
 
     @cached_property
     def launch(self) -> Callable[[RouteOutputs, RouteArgs], None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic
 
 from torch import Tensor
+from typing_extensions import NamedTuple
+
+from ....runtime import G
 
 
 class RouterLinearArgs(NamedTuple):
@@ -17,18 +20,10 @@ class RouterLinearOutputs(NamedTuple):
     y: Tensor  # fp32 [..., E]
 
 
-class RouterLinearNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool
-    weight: bool
-    bias: bool
-
-
-class RouterLinearGradients(NamedTuple):
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+class RouterLinearGradients(NamedTuple, Generic[G]):
+    x: G
+    weight: G
+    bias: G
 
 
 class RouterLinearBackwardArgs(NamedTuple):
@@ -36,4 +31,4 @@ class RouterLinearBackwardArgs(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     dy: Tensor
-    needs: RouterLinearNeeds
+    needs: RouterLinearGradients[bool]

@@ -26,7 +26,6 @@ from .arguments import (
     RouterLinearArgs,
     RouterLinearBackwardArgs,
     RouterLinearGradients,
-    RouterLinearNeeds,
     RouterLinearOutputs,
 )
 from .reference import router_linear_backward_reference, router_linear_reference
@@ -82,7 +81,7 @@ class RouterLinearOp(Op[RouterLinearArgs, RouterLinearOutputs], name="router_lin
 
     def backward(self, b: Backward) -> Gradients:
         kept: RouterLinearArgs = b.kept
-        needs = RouterLinearNeeds(*b.needs)
+        needs = RouterLinearGradients(*b.needs)
         args = RouterLinearBackwardArgs(kept.x, kept.weight, kept.bias, b.grads.y, needs)
         return router_linear_backward_op(args)._asdict()
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....runtime import Op, local_rows
+from ....runtime import Op, Present, local_rows
 from ...common.checks import INTEGERS, check_input, whole
 from .arguments import RowMap, RowMapArgs, RowMapOutputs
 from .reference import row_map_reference
@@ -33,8 +32,8 @@ class RowMapOp(Op[RowMapArgs, RowMapOutputs], name="row_map", variants=4):
             torch.empty(*shape, dtype=torch.int32, device=device) if a.masked else None,
         )
 
-    def present(self, a: RowMapArgs) -> Any:
-        return RowMapOutputs(True, True, True, True, a.masked)  # type: ignore[arg-type]
+    def present(self, a: RowMapArgs) -> Present:
+        return True, True, True, True, a.masked
 
     @cached_property
     def launch(self) -> Callable[[RowMapOutputs, RowMapArgs], None]:

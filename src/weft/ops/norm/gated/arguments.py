@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Generic, Literal
 
 from torch import Tensor
+from typing_extensions import NamedTuple
 
+from ....runtime import G
 from ...common.results import Result, ResultOptions
 
 Activation = Literal["sigmoid", "silu"]
@@ -30,18 +32,10 @@ class GatedNormOutputs(NamedTuple):
     rstd: Tensor | None  # fp32 [rows of y * groups]
 
 
-class GatedNormNeeds(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool = False
-    gate: bool = False
-    weight: bool = False
-
-
-class GatedNormGradients(NamedTuple):
-    x: Tensor | None
-    gate: Tensor | None
-    weight: Tensor | None
+class GatedNormGradients(NamedTuple, Generic[G]):
+    x: G
+    gate: G
+    weight: G
 
 
 class GatedNormBackwardArgs(NamedTuple):
@@ -55,4 +49,4 @@ class GatedNormBackwardArgs(NamedTuple):
     weight_offset: float
     casting: str
     transpose: bool
-    needs: GatedNormNeeds
+    needs: GatedNormGradients[bool]

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from ....quant import Format, QTensor
-from ....runtime import LATER, Backward, Gradients, Op, Sharding
+from ....runtime import LATER, Backward, Gradients, Op, Present, Sharding, later
 from ...common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
 from ...common.results import allocate_result, result_options
 from ...common.rows import count_rows, empty_where
@@ -39,7 +39,6 @@ from .arguments import (
     GatedNormArgs,
     GatedNormBackwardArgs,
     GatedNormGradients,
-    GatedNormNeeds,
     GatedNormOutputs,
 )
 from .reference import gated_norm_backward_reference, gated_norm_reference
@@ -74,8 +73,8 @@ class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", varian
             rstd = torch.empty(count_rows(a.gate) * a.groups, dtype=torch.float32, device=a.x.device)
         return GatedNormOutputs(allocate_result(a.result, a.gate), rstd)
 
-    def present(self, a: GatedNormArgs) -> Any:
-        return GatedNormOutputs(a.result.present(), a.stats)  # type: ignore[arg-type]
+    def present(self, a: GatedNormArgs) -> Present:
+        return a.result.present(), a.stats
 
     @cached_property
     def launch(self) -> Callable[[GatedNormOutputs, GatedNormArgs], None]:
@@ -99,12 +98,12 @@ class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", varian
             weight_offset=a.weight_offset,
             casting=a.casting,
             transpose=a.transpose,
-            needs=GatedNormNeeds(),
+            needs=later(GatedNormGradients),
         )
 
     def backward(self, b: Backward) -> Gradients:
         args: GatedNormBackwardArgs = b.kept
-        needs = GatedNormNeeds(b.needs.x, b.needs.gate, b.needs.weight)
+        needs = GatedNormGradients(b.needs.x, b.needs.gate, b.needs.weight)
         return gated_norm_backward_op(args._replace(dy=b.grads.result.y, needs=needs))._asdict()
 
     def shard(self, a: GatedNormArgs) -> Sharding:
