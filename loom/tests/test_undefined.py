@@ -287,6 +287,14 @@ def side_by_side(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, low + high, mask=at < n)
 
 
+@triton.jit
+def zeroed_by_a_mask(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    index = tl.load(x_ptr + at, mask=at < n).to(tl.int32)
+    tl.store(out_ptr + at, 1.0, mask=(at < n) & index != 0)  # Python reads ((at < n) & index) != 0
+    tl.store(out_ptr, tl.sum(index * (at < n), 0))
+
+
 RIGHT: list[Callable[..., Any]] = [
     *(
         same_mask,
@@ -297,7 +305,7 @@ RIGHT: list[Callable[..., Any]] = [
         masked_rows_of_a_product,
         masked_again,
     ),
-    *(masked_addresses, running_sum, never_used, other_given, carried_pairs, side_by_side),
+    *(masked_addresses, running_sum, never_used, other_given, carried_pairs, side_by_side, zeroed_by_a_mask),
 ]
 
 

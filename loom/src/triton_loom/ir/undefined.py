@@ -92,6 +92,19 @@ def _view(op: Op, result: Value, atom: Any) -> Any:
     return made.name, made.attrs, made.type, made.slot, atom
 
 
+def _zero_unless(value: Value) -> Condition | None:
+    """The lanes outside of which an integer is zero, if it is made of booleans."""
+    op = value.producer
+    if op is None:
+        return None
+    if op.name in ("arith.extui", "arith.extsi"):
+        source = op.operands[0]
+        return source if source.type == booleans(source.type) else None
+    if op.name in _VIEWS and (inner := _zero_unless(op.operands[0])) is not None:
+        return _made(op, value, (inner,))
+    return None
+
+
 def _made(op: Op, result: Value, operands: tuple[Condition, ...]) -> Made:
     """What an operation gives for other operands, as booleans."""
     attrs = tuple(
@@ -266,6 +279,12 @@ class _Marker:
             self.put(
                 result, [*(t.also(b, holds) for t in self.of(a)), *(t.also(a, holds) for t in self.of(b))]
             )
+        elif name in ("arith.andi", "arith.muli") and any(map(_zero_unless, op.operands)):
+            terms: list[Term] = []
+            for value, other in (op.operands, op.operands[::-1]):  # a zero makes up for the other factor
+                holds = _zero_unless(other)
+                terms += (term if holds is None else term.also(holds) for term in self.of(value))
+            self.put(result, terms)
         elif name in ("tt.reduce", "tt.scan"):
             axis = op.attrs["axis"]
             tile = Any_(booleans(op.operands[0].type), union)
