@@ -282,8 +282,8 @@ class _Marker:
         elif name in ("arith.andi", "arith.muli") and any(map(_zero_unless, op.operands)):
             terms: list[Term] = []
             for value, other in (op.operands, op.operands[::-1]):  # a zero makes up for the other factor
-                holds = _zero_unless(other)
-                terms += (term if holds is None else term.also(holds) for term in self.of(value))
+                mask = _zero_unless(other)
+                terms += (term if mask is None else term.also(mask) for term in self.of(value))
             self.put(result, terms)
         elif name in ("tt.reduce", "tt.scan"):
             axis = op.attrs["axis"]

@@ -57,7 +57,8 @@ class Example:
         other = f" and {self.other_program}" if self.other_program else ""
         lane = f", lane {self.lane}" if self.lane else ""
         memory = "".join(f", {name}[{element}] = {value}" for name, element, value in self.loaded)
-        return f"{self.named_sizes or 'always'}: program {self.program}{other} of {self.grid}{lane}{memory}: {self.detail}"
+        where = f"program {self.program}{other} of {self.grid}{lane}{memory}"
+        return f"{self.named_sizes or 'always'}: {where}: {self.detail}"
 
 
 @dataclass(frozen=True)

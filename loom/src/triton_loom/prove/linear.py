@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .solver import QUICK, Solution, ask, z3
-from .sums import factors_of
+from .sums import factors_of, number_of
 
 
 class Linear:
@@ -54,7 +54,7 @@ class Linear:
         if z3.is_mul(e) or (z3.is_app(e) and e.decl().kind() == z3.Z3_OP_POWER):
             factors = factors_of(e)
             if len(factors) > 1:
-                return self._number(e) * self._unknown(factors)
+                return number_of(e) * self._unknown(factors)
         return _with(e, [(child, self._visited(child)) for child in e.children()])
 
     def _unknown(self, factors: Sequence[Any]) -> Any:
@@ -63,18 +63,6 @@ class Linear:
         if key not in self._products:
             self._products[key] = z3.Int(f"!product!{len(self._products)}")
         return self._products[key]
-
-    def _number(self, e: Any) -> Any:
-        """What a product has beside its unknowns."""
-        if not z3.is_mul(e):
-            return z3.IntVal(1)
-        number = 1
-        for child in e.children():
-            if z3.is_int_value(child):
-                number *= child.as_long()
-            elif z3.is_mul(child):
-                number *= self._number(child).as_long()
-        return z3.IntVal(number)
 
 
 def _with(e: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 from .solver import z3
@@ -18,6 +19,13 @@ def factors_of(part: Any) -> list[Any]:
     if part.decl().kind() == z3.Z3_OP_POWER and z3.is_int_value(part.arg(1)):
         return [part.arg(0)] * part.arg(1).as_long()
     return [] if z3.is_int_value(part) else [part]
+
+
+def number_of(part: Any) -> int:
+    """The product of the factors that are numbers."""
+    if z3.is_mul(part):
+        return prod(map(number_of, part.children()))
+    return int(part.as_long()) if z3.is_int_value(part) else 1
 
 
 def product(factors: Sequence[Any]) -> Any:
@@ -51,13 +59,7 @@ def quotient_of(whole: Any, divisor: Any) -> Any:
 
 def terms_of(e: Any) -> Terms:
     """The terms of an expression that is written as a sum of products."""
-    found = []
-    for term in e.children() if z3.is_add(e) else [e]:
-        number = 1
-        for part in term.children() if z3.is_mul(term) else [term]:
-            number *= part.as_long() if z3.is_int_value(part) else 1
-        found.append((number, factors_of(term)))
-    return found
+    return [(number_of(term), factors_of(term)) for term in (e.children() if z3.is_add(e) else [e])]
 
 
 def sum_of(terms: Iterable[tuple[int, list[Any]]]) -> Any:
