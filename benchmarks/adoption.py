@@ -1,11 +1,10 @@
-"""What a training step of a model of transformers takes with Weft and without: memory and time, measured on this CPU.
+"""Measure memory and time of a training step of a transformers model on this CPU, with and without Weft.
 
     python benchmarks/adoption.py
 
-The model is a small Qwen3 with the vocabulary of a large one, 151,936 words, so that its logits are what they are in
-practice: the largest tensor of the step. Each way runs in a process of its own. Memory is the highest resident size
-during the second step above that before it. Times are those of kernels run through Loom and
-say nothing about GPUs.
+The model is a small Qwen3 with the vocabulary of a large one, 151,936 words, so that its logits are, as in practice,
+the largest tensor of the step. Each variant runs in its own process. Memory is the peak resident size during the second
+step minus that before it. Times are those of kernels run through Loom and say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
         loss.backward()
         return float(loss.detach())
 
-    loss = step()  # compiles, and makes room for the gradients
+    loss = step()  # compiles, and allocates the gradients
     begin = time.perf_counter()
     extra = extra_memory(step)
     return {"MiB": extra / 2**20, "seconds": time.perf_counter() - begin, "loss": loss}
@@ -75,7 +74,7 @@ def main() -> None:
     for way in WAYS:
         with console.status(way):
             command = [sys.executable, __file__, "--way", way, "--tokens", str(options.tokens)]
-            # Freed memory goes back to the system at once, so that the resident size is what is in use.
+            # Return freed memory to the system at once, so that the resident size is what is in use.
             env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
         row = json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,11 @@
-"""How long processes that start at once take to their first result of an MoE layer: what compiling costs at scale.
+"""Measure how long processes started together take to the first result of an MoE layer: compiling at scale.
 
 python benchmarks/cold_start.py [--processes 1 8 64] [--out FILE]
 
-Three ways, each with N processes at once on this machine: an empty cache of Triton's that all share, an empty one for
-each, and a bundle (`weft aot`) with `WEFT_NO_JIT=1`. *Measured* on this machine's CPU, through Loom. For each: the time
-until the first and the last process have their result (imports apart), how many kernels were compiled in all, and the
-bytes of the bundle or of the caches.
+There are three variants, each with N concurrent processes on this machine: one empty Triton cache that all share, an
+empty one for each, and a bundle (`weft aot`) with `WEFT_NO_JIT=1`. *Measured* on this machine's CPU, through Loom. For
+each: the time until the first and the last process have their result (without imports), the total number of compiled
+kernels, and the bytes of the bundle or of the caches.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def start(environment: dict[str, str]) -> subprocess.Popen[str]:
 
 def measure(count: int, way: str, bundle: Path) -> dict[str, float | int | str]:
     with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder, "shared" if way == "shared cache" else str(rank)) for rank in range(count)]
+        caches = [Path(folder, "shared" if way == "shared cache" else str(rank)) for rank in range(count)]
         bundled = {"WEFT_BUNDLE": str(bundle), "WEFT_NO_JIT": "1"} if way == "bundle" else {}
-        processes = [start({"TRITON_CACHE_DIR": str(place), **bundled}) for place in places]
+        processes = [start({"TRITON_CACHE_DIR": str(cache), **bundled}) for cache in caches]
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", "a process did not start"

@@ -1,9 +1,10 @@
-"""Every op with every set of its options on an emulated GPU, beside Loom with the same tiles.
+"""Compare every op, with every set of its options, on an emulated GPU with Loom using the same tiles.
 
 python benchmarks/emulated.py sm_80 [op ...]
 
-For each op: sets of options that ran, how many have the same bits as Loom's results, the largest part of a result that
-has others, why it may, and what was executed. A hazard ends the run with an error. *Emulated*, not measured on a GPU.
+For each op: sets of options that ran, how many have the same bits as Loom's results, the largest share of a result that
+differs, possible reasons, and what was executed. A hazard ends the run with an error. *Emulated*, not measured on a
+GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROWS = 5
 
 
 def tensors(result: object) -> Iterator[Tensor]:
-    """The plain tensors of a result, codes and scales among them."""
+    """Yield the plain tensors of a result, codes and scales among them."""
     if isinstance(result, weft.QTensor):
         yield from tensors((result.rowwise, result.columnwise))
     elif isinstance(result, Tensor):
@@ -40,11 +41,11 @@ def words(tensor: Tensor) -> Tensor:
     )
 
 
-def differing(found: Tensor, wanted: Tensor) -> float:
-    """Which share of the elements has other bits."""
+def differing(result: Tensor, wanted: Tensor) -> float:
+    """Return the share of elements whose bits differ."""
     if not wanted.numel():
         return 0.0
-    return float((words(found) != words(wanted)).any(-1).float().mean())
+    return float((words(result) != words(wanted)).any(-1).float().mean())
 
 
 def main(target: str, ops: list[str]) -> None:
@@ -53,18 +54,18 @@ def main(target: str, ops: list[str]) -> None:
     ran = same = instructions = 0
     begin = time.perf_counter()
     for op in ops or list(weft.catalogue):
-        shares, why, executed, left, start = [], set(), 0, 0, time.perf_counter()
+        shares, why, executed, unsupported, start = [], set(), 0, 0, time.perf_counter()
         for workload in by_options(op):
             call = workload.make(rows=ROWS)
             try:
                 with choosing_for(target):
                     wanted = list(tensors(call()))
-            except ValueError:  # a format that the target does not multiply
-                left += 1
+            except ValueError:  # the target cannot multiply this format
+                unsupported += 1
                 continue
             with triton_loom.emulate(target, ignore=KNOWN) as gpu:
-                found = list(tensors(call()))
-            shares.append(max(map(differing, found, wanted), default=0.0))
+                emulated = list(tensors(call()))
+            shares.append(max(map(differing, emulated, wanted), default=0.0))
             why |= {reason for launch in gpu.launches for reason in launch.inexact} if shares[-1] else set()
             executed += sum(sum(launch.outcome.executed) for launch in gpu.launches)
         equal = sum(share == 0 for share in shares)

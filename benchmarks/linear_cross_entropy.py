@@ -1,14 +1,14 @@
-"""The loss head beside its rivals on this CPU: peak extra memory and time of forward and backward.
+"""Compare the loss head with its rivals on this CPU: peak extra memory and time of forward and backward.
 
     python benchmarks/linear_cross_entropy.py                       V=151936, H=1024, 4096 tokens, bf16
     python benchmarks/linear_cross_entropy.py --tokens 512 --vocab 16384
-    python benchmarks/linear_cross_entropy.py --tiles               what is compiled for GPUs, tile by tile
+    python benchmarks/linear_cross_entropy.py --tiles               binaries for GPUs, tile by tile
 
-Each contender runs in a process of its own, so that none inherits another's memory. There, kernels are compiled and
-libraries warmed up with a few tokens first; then the inputs are made, the kernel's mark of the highest resident size
-is reset, and forward and backward run once. `extra` is that mark less what was resident before: gradients, workspaces
-and whatever the allocator held on to. The time is of the same run, on all cores; machines that do other things at the
-time make it longer for everyone.
+Each contender runs in its own process, so that none inherits another's memory. There, kernels are compiled and
+libraries warmed up with a few tokens first; then the inputs are made, the operating system's peak of the resident size
+is reset, and forward and backward run once. `extra` is that peak minus what was resident before: gradients, workspaces
+and memory that the allocator keeps. The time is of the same run, on all cores; other load on the machine lengthens it
+for everyone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def naive_bf16(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Without the copy in fp32 that trainers make: less exact."""
+    """Skip the fp32 copy of the logits that trainers make, which is less exact."""
     return F.cross_entropy(hidden @ weight.t(), target)
 
 
@@ -71,11 +71,11 @@ CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-# ---- one process ---------------------------------------------------------------------------------------
+# ---- measurement ---------------------------------------------------------------------------------------
 
 
 def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, Any]:
-    """In this process: extra bytes and seconds of one forward and backward."""
+    """Measure extra bytes and seconds of one forward and backward, in this process."""
     contender = CONTENDERS[name]
 
     def inputs(tokens: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +84,8 @@ def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, A
         weight = (torch.randn(vocab, hidden_size, dtype=torch.bfloat16) / hidden_size**0.5).requires_grad_()
         return hidden, weight, torch.randint(0, vocab, (tokens,))
 
-    contender(*inputs(32, vocab)).backward()  # compiles: a rival's tiles depend on the vocabulary
+    # Compile, with the full vocabulary because a rival's tiles depend on it.
+    contender(*inputs(32, vocab)).backward()
     hidden, weight, target = inputs(tokens, vocab)
     times = [time.perf_counter()]
     losses = []
@@ -98,16 +99,16 @@ def measure(name: str, tokens: int, hidden_size: int, vocab: int) -> dict[str, A
     extra = extra_memory(run)
     assert hidden.grad is not None
     assert weight.grad is not None
-    start, forward, whole = times
+    start, forward, end = times
     return {
-        "name": name, "extra": extra, "forward": forward - start, "whole": whole - start, "loss": losses[0].item(),
+        "name": name, "extra": extra, "forward": forward - start, "whole": end - start, "loss": losses[0].item(),
         "dhidden": hidden.grad.float().norm().item(), "dweight": weight.grad.float().norm().item(),
     }  # fmt: skip
 
 
 # ---- tiles compiled for GPUs ---------------------------------------------------------------------------
 
-# Dense bf16 TFLOPS and TB/s of memory, as vendors state them.
+# Dense bf16 TFLOPS and memory TB/s, as stated by vendors.
 MACHINES = {
     "sm_80": (312, 2.0), "sm_89": (181, 0.86), "sm_90": (989, 3.35), "sm_100": (2250, 8.0),
     "sm_120": (210, 1.79), "gfx942": (1307, 5.3), "gfx950": (2300, 8.0),
@@ -115,7 +116,7 @@ MACHINES = {
 
 
 def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None:
-    """What the products of one forward and backward are compiled to."""
+    """Print what the products of one forward and backward are compiled to."""
     import weft
     from weft.lab.compiled import compile_all
     from weft.lab.compiled.offline import Binary
@@ -140,10 +141,10 @@ def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None
             weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
             labels = torch.empty(tokens, dtype=torch.int64, device="meta")
             weft.linear_cross_entropy(hidden, weight, labels).backward()
-        chosen = [
+        products = [
             v for v in dict.fromkeys(seen) if "TILE" in dict(v.constants) and "ALIGN" in dict(v.constants)
         ]
-        for variant, binary in zip(chosen, compile_all([(v, target) for v in chosen]), strict=True):
+        for variant, binary in zip(products, compile_all([(v, target) for v in products]), strict=True):
             if not isinstance(binary, Binary):
                 raise binary
             c = dict(variant.constants)
@@ -168,16 +169,16 @@ def tiles(targets: list[str], tokens: int, hidden_size: int, vocab: int) -> None
     console.print(table)
     for target in targets:
         flops, bandwidth = MACHINES[target]
-        least = 2 * (2 * tokens * hidden_size + 2 * vocab * hidden_size)
+        operand_bytes = 2 * (2 * tokens * hidden_size + 2 * vocab * hidden_size)
         console.print(
             f"{target}: machine balance {flops / bandwidth:.0f} flop/B of memory; forward and backward are "
-            f"{8 * tokens * hidden_size * vocab / least:.0f} flop per byte of operands and gradients: bound by "
-            f"{'products' if 8 * tokens * hidden_size * vocab / least > flops / bandwidth else 'memory'}, "
+            f"{8 * tokens * hidden_size * vocab / operand_bytes:.0f} flop per byte of operands and gradients: bound by "
+            f"{'products' if 8 * tokens * hidden_size * vocab / operand_bytes > flops / bandwidth else 'memory'}, "
             f"{8 * tokens * hidden_size * vocab / flops / 1e9:.1f} ms at the stated peak (modelled)"
         )
 
 
-# ---- all of them ---------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -188,11 +189,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--one", choices=CONTENDERS, help="measure in this process, print JSON")
-    parser.add_argument(
-        "--tiles", nargs="*", choices=MACHINES, help="compile for GPUs; all of them by default"
-    )
-    parser.add_argument("--json", help="write the results there")
+    parser.add_argument("--one", choices=CONTENDERS, help="measure this one in this process and print JSON")
+    parser.add_argument("--tiles", nargs="*", choices=MACHINES, help="compile for these GPUs (default: all)")
+    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one, options.tokens, options.hidden, options.vocab)))

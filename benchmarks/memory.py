@@ -1,4 +1,4 @@
-"""The resident memory of this process, as Linux counts it."""
+"""Resident memory of this process, as counted by Linux."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 
 def extra_memory(run: Callable[[], object]) -> int:
-    """How many bytes more than before were resident at the highest, while `run` ran."""
+    """Return the peak of resident bytes while `run` ran, minus those before."""
     before = _status("VmRSS")
-    with open("/proc/self/clear_refs", "w") as mark:
-        mark.write("5")  # the mark of the highest resident size begins anew
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # reset the peak of the resident size
     run()
     return _status("VmHWM") - before
 
 
 def _status(key: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the bytes of a line of /proc/self/status."""
     with open("/proc/self/status") as lines:
         for line in lines:
             if line.startswith(key + ":"):

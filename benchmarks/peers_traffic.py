@@ -1,9 +1,9 @@
-"""Bytes that Liger's kernels move, counted at every access, beside the least that must move and beside Weft's.
+"""Count the bytes that Liger's kernels move at every access, and compare them with the minimum and with Weft's.
 
     python benchmarks/peers_traffic.py
 
-Kernels run here, on the CPU, and are counted as they would be launched on a GPU with 132 multiprocessors (an H100).
-What such a GPU's memory moves is modelled from the counts by `weft.lab.traffic`.
+Kernels run here, on the CPU, and are counted as they would be launched on a GPU with 132 multiprocessors (an H100). The
+memory traffic of such a GPU is modelled from the counts by `weft.lab.traffic`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from weft.lab.traffic import Totals, count_traffic, totals
 MULTIPROCESSORS = 132
 NORMS = [(8192, 2048), (8192, 4096), (4096, 7168)]
 LOSSES = [(1024, 32000), (512, 128256)]
-LLAMA = 0  # Liger's number for the way Llama casts
+LLAMA = 0  # Liger's code for Llama's way of casting
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call: bytes."""
+    """Bytes of one call."""
 
     what: str
     shape: tuple[int, int]
@@ -44,21 +44,21 @@ class Row:
 Measure = Callable[[int, int], Row]
 
 
-# ---- the least: every input is read once, every output is written once ------------------------------------
+# ---- minimum: every input is read once, every output is written once --------------------------------------
 
 
 def least_forward(rows: int, cols: int) -> int:
-    """Reads x and the weight, writes y (all bfloat16) and a float32 per row for the backward."""
+    """Read x and the weight, write y (all bfloat16) and a float32 per row for the backward."""
     return 2 * rows * cols + 2 * cols + 2 * rows * cols + 4 * rows
 
 
 def least_backward(rows: int, cols: int) -> int:
-    """Reads x, dy, the weight and a float32 per row; writes dx and the weight's gradient."""
+    """Read x, dy, the weight and a float32 per row; write dx and the weight's gradient."""
     return 2 * 2 * rows * cols + 2 * cols + 4 * rows + 2 * rows * cols + 2 * cols
 
 
 def least_loss(rows: int, cols: int) -> int:
-    """Reads logits and an int64 target per row; writes the logits' gradient and a bfloat16 loss per row."""
+    """Read logits and an int64 target per row; write the logits' gradient and a bfloat16 loss per row."""
     return 2 * rows * cols + 8 * rows + 2 * rows * cols + 2 * rows
 
 
@@ -68,7 +68,7 @@ def least_loss(rows: int, cols: int) -> int:
 def liger(
     what: str, shape: tuple[int, int], least: int, launches: list[LaunchCount], by_torch: int = 0
 ) -> Row:
-    """A row from counted launches and the bytes that an operator of PyTorch moves beside them."""
+    """Return a row from counted launches and the bytes that a PyTorch operator moves besides them."""
     total = Totals(*(count + by_torch for count in totals(launches)))
     return Row(what, shape, "Liger", least, total)
 
@@ -81,7 +81,7 @@ def liger_forward(rows: int, cols: int) -> Row:
 
 
 def liger_backward(rows: int, cols: int) -> Row:
-    """The launch of `rms_norm_backward`, which knows the number of multiprocessors of GPUs only; dx in place of dy."""
+    """Launch like `rms_norm_backward`, which only knows multiprocessors of GPUs; dx overwrites dy."""
     x, dy, weight = (
         torch.randn(rows, cols).bfloat16(),
         torch.randn(rows, cols).bfloat16(),
@@ -99,12 +99,12 @@ def liger_backward(rows: int, cols: int) -> Row:
             COMPUTE_DW=True,
             num_warps=warps,
         )
-    summed = partial.nbytes + 2 * cols  # `partial.sum(0)` reads all of it and writes the weight's gradient
+    summed = partial.nbytes + 2 * cols  # `partial.sum(0)` reads it and writes the weight's gradient
     return liger("RMSNorm backward", (rows, cols), least_backward(rows, cols), counted.launches, summed)
 
 
 def liger_loss(rows: int, cols: int) -> Row:
-    """Forward; the gradient takes the place of the logits."""
+    """Run forward; the gradient overwrites the logits."""
     logits, target = torch.randn(rows, cols).bfloat16().requires_grad_(), torch.randint(cols, (rows,))
     with torch.no_grad(), triton_loom.count() as counted:
         cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, "mean", None, False)
@@ -128,7 +128,7 @@ def weft_backward(rows: int, cols: int) -> Row:
     return weft("RMSNorm backward", "norm_backward", rows, cols)
 
 
-# ---- the table ----------------------------------------------------------------------------------------------
+# ---- table --------------------------------------------------------------------------------------------------
 
 
 def measures() -> Iterator[tuple[Measure, tuple[int, int]]]:
@@ -139,21 +139,21 @@ def measures() -> Iterator[tuple[Measure, tuple[int, int]]]:
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(title=f"MB moved, on a GPU with {MULTIPROCESSORS} multiprocessors")
+    output = Table(title=f"MB moved, on a GPU with {MULTIPROCESSORS} multiprocessors")
     for heading in ("", "rows x columns", "kernels of"):
-        made.add_column(heading)
+        output.add_column(heading)
     for heading in ("least", "requested", "per program", "per launch", "modelled", "x least"):
-        made.add_column(heading, justify="right")
+        output.add_column(heading, justify="right")
     last = None
     for row in rows:
         if last not in (None, (row.what, row.shape)):
-            made.add_section()
+            output.add_section()
         first = (row.what, "{} x {}".format(*row.shape)) if last != (row.what, row.shape) else ("", "")
-        numbers = (row.least, *row.total)
+        megabytes = (row.least, *row.total)
         ratio = f"{row.total.modelled / row.least:.3f}"
-        made.add_row(*first, row.whose, *(f"{number / 1e6:,.1f}" for number in numbers), ratio)
+        output.add_row(*first, row.whose, *(f"{count / 1e6:,.1f}" for count in megabytes), ratio)
         last = row.what, row.shape
-    return made
+    return output
 
 
 def main() -> None:
@@ -169,7 +169,7 @@ def main() -> None:
             rows.append(measure(*shape))
             progress.advance(task)
     console.print(table(rows))
-    console.print("per program, per launch: 32-byte sectors that each of them touches, added up")
+    console.print("per program, per launch: sums of the 32-byte sectors that each one touches")
 
 
 if __name__ == "__main__":

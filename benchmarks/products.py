@@ -1,10 +1,10 @@
-"""Products on this machine's CPU, beside what PyTorch does for the same numbers.
+"""Time products on this machine's CPU, against PyTorch on the same values.
 
     python benchmarks/products.py                    all rows
-    python benchmarks/products.py fp8                those whose name has this in it
+    python benchmarks/products.py fp8                rows with this in their name
 
-Contenders take turns in one process; a row has the median of their times and the ratio of the medians. "decode + mm"
-multiplies in fp32 what `weft.dequantize` gives, "eager decode + mm" what plain PyTorch makes of codes and scales.
+Contenders take turns in one process; a row shows the median of their times and the ratio of the medians. "decode + mm"
+multiplies the result of `weft.dequantize` in fp32, "eager decode + mm" decodes codes and scales with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Contenders = dict[str, Callable[[], object]]
 
 
 def eager(q: weft.QTensor) -> torch.Tensor:
-    """Codes times scales, as one writes it in PyTorch."""
+    """Multiply codes and scales as one writes it in PyTorch."""
     assert q.rowwise is not None
     data, scale = q.rowwise.data.float(), q.rowwise.scale
     rows, cols = data.shape
@@ -31,15 +31,15 @@ def eager(q: weft.QTensor) -> torch.Tensor:
     return data * scale.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :cols]
 
 
-def quantised(m: int, n: int, k: int, a: str, b: str) -> Contenders:
+def quantized(m: int, n: int, k: int, a: str, b: str) -> Contenders:
     x, w = weft.quantize(torch.randn(m, k), a), weft.quantize(torch.randn(n, k), b)
-    found: Contenders = {
+    contenders: Contenders = {
         "weft": lambda: weft.matmul(x, w.T, engine="weft"),
         "decode + mm": lambda: x.dequantize() @ w.dequantize().T,
     }
     if x.format.scale_dtype is torch.float32:
-        found["eager decode + mm"] = lambda: eager(x) @ eager(w).T
-    return found
+        contenders["eager decode + mm"] = lambda: eager(x) @ eager(w).T
+    return contenders
 
 
 def plain(m: int, n: int, k: int, dtype: torch.dtype) -> Contenders:
@@ -59,7 +59,7 @@ def integers(m: int, n: int, k: int) -> Contenders:
 
 
 def experts(count: int, tokens: int, n: int, k: int) -> Contenders:
-    """Each token goes to one expert, chosen at random."""
+    """Send each token to one expert, chosen at random."""
     rows = weft.row_map(torch.randint(count, (tokens, 1)), count)
     x, w = torch.randn(tokens, k).bfloat16(), torch.randn(count, n, k).bfloat16()
     ends = rows.ends
@@ -79,11 +79,11 @@ def experts(count: int, tokens: int, n: int, k: int) -> Contenders:
 
 
 ROWS: dict[str, Callable[[], Contenders]] = {
-    "fp8 1x128 x 128x128, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "1x128", "128x128"),
-    "fp8 row x row, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "row", "row"),
-    "mxfp8, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "mx", "mx"),
-    "nvfp4, 1024x2048x2048": lambda: quantised(1024, 2048, 2048, "nvfp4", "nvfp4"),
-    "fp8 1x128 x 128x128, 16x2048x2048": lambda: quantised(16, 2048, 2048, "1x128", "128x128"),
+    "fp8 1x128 x 128x128, 1024x2048x2048": lambda: quantized(1024, 2048, 2048, "1x128", "128x128"),
+    "fp8 row x row, 1024x2048x2048": lambda: quantized(1024, 2048, 2048, "row", "row"),
+    "mxfp8, 1024x2048x2048": lambda: quantized(1024, 2048, 2048, "mx", "mx"),
+    "nvfp4, 1024x2048x2048": lambda: quantized(1024, 2048, 2048, "nvfp4", "nvfp4"),
+    "fp8 1x128 x 128x128, 16x2048x2048": lambda: quantized(16, 2048, 2048, "1x128", "128x128"),
     "fp32, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.float32),
     "bf16, 1024x1024x1024": lambda: plain(1024, 1024, 1024, torch.bfloat16),
     "bf16, 64 experts, 4096 tokens, 1024x512": lambda: experts(64, 4096, 1024, 512),
@@ -92,26 +92,26 @@ ROWS: dict[str, Callable[[], Contenders]] = {
 
 
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
     print(
-        f"{torch.get_num_threads()} threads; milliseconds, and how many times weft's speed is that of the others"
+        f"{torch.get_num_threads()} threads; milliseconds, and Weft's speedup over the others in parentheses"
     )
     for name, make in ROWS.items():
-        if wanted not in name:
+        if pattern not in name:
             continue
         contenders = make()
-        times: dict[str, list[float]] = {who: [] for who in contenders}
-        for who in contenders:
-            contenders[who]()
+        times: dict[str, list[float]] = {contender: [] for contender in contenders}
+        for contender in contenders:
+            contenders[contender]()
         for _ in range(9):
-            for who, run in contenders.items():
+            for contender, run in contenders.items():
                 begin = time.perf_counter()
                 run()
-                times[who].append(time.perf_counter() - begin)
-        medians = {who: 1e3 * statistics.median(values) for who, values in times.items()}
+                times[contender].append(time.perf_counter() - begin)
+        medians = {contender: 1e3 * statistics.median(values) for contender, values in times.items()}
         print(
             f"{name:38}",
-            *(f"{who} {ms:8.2f} ({ms / medians['weft']:.2f})" for who, ms in medians.items()),
+            *(f"{contender} {ms:8.2f} ({ms / medians['weft']:.2f})" for contender, ms in medians.items()),
             flush=True,
         )
 

@@ -2,8 +2,8 @@
 
     python examples/finetune_trl.py --steps 3               # needs TRL: pip install -e ".[trl]"
 
-The model has random weights and knows a few hundred words; nothing is downloaded. Both runs begin alike, and must
-log and learn the same.
+The model has random weights and a vocabulary of a few hundred words; nothing is downloaded. Both runs start from the
+same weights, and must give the same logs and parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(directory: Path) -> Any:
-    """A model that is saved as well: DPO and GRPO load the model that they compare with from there."""
+    """Return a model, also saved to a directory, from which DPO and GRPO load their reference model."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         hidden_size=64,
@@ -72,7 +72,7 @@ def make_model(directory: Path) -> Any:
 
 
 def different_words(completions: list[str], **_: Any) -> list[float]:
-    """The reward of GRPO: for many different words, and a little for which words they are."""
+    """Return GRPO's reward: for many different words, and a little for which words they are."""
     return [float(len(set(text.split()))) + 0.1 * (sum(map(ord, text)) % 7) for text in completions]
 
 
@@ -134,14 +134,16 @@ def main() -> None:
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     for method in ("sft", "dpo", "grpo"):
-        own, ours = (train(method, steps, with_weft) for with_weft in (False, True))
+        trl_run, weft_run = (train(method, steps, with_weft) for with_weft in (False, True))
         print(f"\n{method:5} {'loss':>22} {'gradient norm':>22} {'entropy':>22}   (TRL, Weft)")
-        for step, (a, b) in enumerate(zip(own.logs, ours.logs, strict=True)):
+        for step, (a, b) in enumerate(zip(trl_run.logs, weft_run.logs, strict=True)):
             pairs = (f"{a[name]:11.6f}{b[name]:11.6f}" for name in ("loss", "grad_norm", "entropy"))
             print(f"{step:5}", *pairs)
-        apart = (own.parameters - ours.parameters).norm() / own.parameters.norm()
-        print(f"parameters apart by {apart:.1e} of their size; {own.seconds:.1f} s and {ours.seconds:.1f} s")
-        assert apart < 1e-5
+        difference = (trl_run.parameters - weft_run.parameters).norm() / trl_run.parameters.norm()
+        print(
+            f"parameters differ by {difference:.1e} (relative); {trl_run.seconds:.1f} s and {weft_run.seconds:.1f} s"
+        )
+        assert difference < 1e-5
     weft.integrations.trl.disable()
 
 

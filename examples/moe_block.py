@@ -1,4 +1,4 @@
-"""A mixture of experts: router, permutation, SwiGLU experts, and back, beside the same layer written naively.
+"""A mixture of experts: router, permutation, SwiGLU experts, and back, compared with the same layer written naively.
 
 python examples/moe_block.py
 """
@@ -12,9 +12,9 @@ import weft
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 128, 128, 8, 2
 
-# How far y and the gradients may be from those of fp32, as a part of their size. Rounding a tensor to e4m3 in blocks
-# changes it by 2.65 %. In y the roundings of x, up, h and down meet, the first two amplified by 1.44 in the gated unit:
-# 6.6 %. Gradients have up to two roundings more, 7 to 9 %: allowed are four times 2.65 %.
+# Allowed relative error of y and the gradients, compared with fp32. Rounding a tensor to e4m3 in blocks changes it by
+# 2.65 %. y combines the roundings of x, up, h and down, the first two amplified by 1.44 in the gated unit: 6.6 %.
+# Gradients have up to two roundings more, 7 to 9 %: four times 2.65 % are allowed.
 ALLOWED = {"fp32": 1e-5, "bf16": 0.02, "fp8_block": 0.106}
 
 
@@ -24,7 +24,7 @@ def moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, recipe: str | None 
 
 
 def step_by_step(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """What `weft.experts` does, for those who want to change a part of it."""
+    """Compute what `weft.experts` does in separate steps, for those who want to change one."""
     routing = weft.route(weft.router_linear(x, router), TOP_K)
     rows = weft.row_map(routing.indices, EXPERTS, align=16)
     groups = {"ends": rows.ends, "align": rows.align}
@@ -34,7 +34,7 @@ def step_by_step(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def naive(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Every expert for every token, weighed by what the router says (0 for most)."""
+    """Compute every expert for every token, weighted by the router (0 for most)."""
     best = (x.float() @ router.float().t()).topk(TOP_K)
     weights = torch.zeros(len(x), EXPERTS).scatter(1, best.indices, best.values.softmax(-1)).to(x.dtype)
     gate, value = torch.einsum("tk,enk->ten", x, up).chunk(2, -1)
@@ -50,7 +50,7 @@ def main() -> None:
     inputs = [
         torch.randn(TOKENS, HIDDEN)
         .bfloat16()
-        .float(),  # so that the router sees the same numbers in every dtype
+        .float(),  # so that the router sees the same values in every dtype
         torch.randn(EXPERTS, HIDDEN) / 4,
         torch.randn(EXPERTS, 2 * FFN, HIDDEN) / HIDDEN**0.5,
         torch.randn(EXPERTS, HIDDEN, FFN) / FFN**0.5,
@@ -69,13 +69,13 @@ def main() -> None:
     for recipe, allowed in ALLOWED.items():
         eager = results(moe, recipe)
         compiled = results(torch.compile(moe, fullgraph=True, backend="aot_eager"), recipe)
-        errors = [relative_error(mine, its) for mine, its in zip(eager, wanted, strict=True)]
+        errors = [relative_error(got, expected) for got, expected in zip(eager, wanted, strict=True)]
         assert max(errors) < allowed
-        assert all(torch.equal(mine, its) for mine, its in zip(eager, compiled, strict=True))
+        assert all(torch.equal(got, expected) for got, expected in zip(eager, compiled, strict=True))
         named = zip(("y", "dx", "drouter", "dup", "ddown"), errors, strict=True)
         print(f"{recipe:10s}", "  ".join(f"{name} {error:.1e}" for name, error in named), " compiled: equal")
-    apart = results(step_by_step)
-    assert all(torch.equal(mine, its) for mine, its in zip(apart, results(moe), strict=True))
+    stepwise = results(step_by_step)
+    assert all(torch.equal(got, expected) for got, expected in zip(stepwise, results(moe), strict=True))
 
 
 if __name__ == "__main__":

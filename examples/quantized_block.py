@@ -1,11 +1,11 @@
-"""A norm that hands its result to a matrix product in FP8, as FP8 training does, with gradients.
+"""A norm that passes its FP8 result to a matrix product, as in FP8 training, with gradients.
 
     q = rms_norm(x, gamma) in 1x128 FP8      one kernel writes both copies
-    y = q @ weight^T                         reads the row-wise copy, quantised along K
-    dweight = dy^T @ q                       reads the column-wise copy, quantised along M
+    y = q @ weight^T                         reads the row-wise copy, quantized along K
+    dweight = dy^T @ q                       reads the column-wise copy, quantized along M
 
-The products are done by PyTorch on dequantised numbers, so the example runs anywhere. On a GPU, `weft.layouts` hands
-the same bytes to an FP8 matrix product; the last lines show what it would get.
+PyTorch computes the products of dequantized tensors, so the example runs anywhere. On a GPU, `weft.layouts` passes the
+same bytes to an FP8 matrix product; the last lines show what it would get.
 
     python examples/quantized_block.py
 """
@@ -22,7 +22,7 @@ from weft import QTensor, layouts
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """x @ weight^T for a quantised x."""
+    """Autograd function for x @ weight^T with a quantized x."""
 
     @staticmethod
     def forward(ctx: Any, q: QTensor, weight: Tensor) -> Tensor:
@@ -57,19 +57,19 @@ def main() -> None:
     exact = torch.autograd.grad(exact_y, (x, gamma, weight), dy)
 
     print(q)
-    print(f"y         {relative_error(y, exact_y):.4f} of its size away from fp32")
-    for name, got, right in zip(("dx", "dgamma", "dweight"), gradients, exact, strict=True):
-        print(f"{name:<9} {relative_error(got, right):.4f}")
+    print(f"y         {relative_error(y, exact_y):.4f} relative error to fp32")
+    for name, got, expected in zip(("dx", "dgamma", "dweight"), gradients, exact, strict=True):
+        print(f"{name:<9} {relative_error(got, expected):.4f}")
 
     a = layouts.to_layout(q.rowwise, "deepgemm_sm90", operand="a")
     print(
         f"for DeepGEMM: data {tuple(a.data.shape)} {a.data.dtype}, scale {tuple(a.scale.shape)} {a.scale.stride()}"
     )
 
-    # e4m3 keeps four significant bits: errors of up to 1/16, a third of that on average, and they are independent.
+    # e4m3 keeps four significant bits: independent errors of up to 1/16, a third of that on average.
     assert relative_error(y, exact_y) < 0.04
     assert relative_error(gradients[2], exact[2]) < 0.04
-    # Rounding counts as the identity in backward: these two are those of the plain norm.
+    # Backward treats rounding as the identity: these two equal the plain norm's.
     assert relative_error(gradients[0], exact[0]) < 1e-5
     assert relative_error(gradients[1], exact[1]) < 1e-5
 

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 4 examples/ring_attention.py
 
 Each rank has a chunk of the queries and, at first, the keys and values of the same chunk. In every step it computes
-attention over the keys that it has, merges the result with what it had so far, and hands the keys on to the next rank.
-A causal mask cuts through a rank's own chunk alone: earlier chunks are seen whole, and later ones not at all.
+attention over its current keys, merges the result with its previous ones, and passes the keys on to the next rank. The
+causal mask applies only within a rank's own chunk: earlier chunks are fully visible, and later ones not at all.
 
-Backward is autograd's: gradients flow through the merge into the lse of every step, which `weft.attention` takes, and
-keys travel back the way they came. The result is compared with attention of the whole sequence on one rank.
+Backward is autograd's: gradients flow through the merge into the lse of every step, which `weft.attention` accepts, and
+keys travel back the way they came. The result is compared with attention over the complete sequence on one rank.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from torch import Tensor
 import weft
 
 
-class HandOn(torch.autograd.Function):
-    """Give a tensor to the next rank and take that of the previous one; gradients go the other way."""
+class PassOn(torch.autograd.Function):
+    """Send a tensor to the next rank and receive the previous one's; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _exchanged(x, 1)
+        return _exchange(x, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _exchanged(grad, -1)
+        return _exchange(grad, -1)
 
 
-def _exchanged(x: Tensor, step: int) -> Tensor:
+def _exchange(x: Tensor, step: int) -> Tensor:
     rank, world = dist.get_rank(), dist.get_world_size()
-    x, taken = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     work = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, x, (rank + step) % world),
-            dist.P2POp(dist.irecv, taken, (rank - step) % world),
+            dist.P2POp(dist.irecv, received, (rank - step) % world),
         ]
     )
     for each in work:
         each.wait()
-    return taken
+    return received
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of a rank's queries [batch, heads, tokens, dim] over the keys of all ranks up to it."""
+    """Return causal attention of a rank's queries [batch, heads, tokens, dim] over the keys of all ranks up to it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     keys = torch.stack([key, value])
     out = lse = None
     for step in range(world):
         if step:
-            keys = HandOn.apply(keys)
+            keys = PassOn.apply(keys)
         owner = (rank - step) % world
         if owner > rank:
             continue
@@ -67,13 +67,13 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         else:
             out, lse, _ = weft.merge_attention([out, part.out], [lse, part.lse])
     assert out is not None
-    # A rank that needs no more keys still hands them on; this makes its gradient wait for theirs.
+    # A rank that needs no more keys still passes them on; this makes its gradient wait for theirs.
     return out.to(query.dtype) + 0.0 * keys.sum()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--tokens", type=int, default=512, help="of the whole sequence")
+    parser.add_argument("--tokens", type=int, default=512, help="length of the whole sequence")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -89,23 +89,23 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (1, options.heads, options.tokens, options.dim)
     dtype = getattr(torch, options.dtype)
-    whole = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    complete = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     upstream = torch.randn(shape, generator=generator).to(device, dtype)
-    mine = slice(rank * options.tokens // world, (rank + 1) * options.tokens // world)
-    own = [x.detach()[:, :, mine].requires_grad_() for x in whole]
+    chunk = slice(rank * options.tokens // world, (rank + 1) * options.tokens // world)
+    local = [x.detach()[:, :, chunk].requires_grad_() for x in complete]
 
-    wanted = weft.attention(*whole, is_causal=True)
-    gradients = torch.autograd.grad(wanted, whole, upstream)
-    found = ring_attention(*own)
-    own_gradients = torch.autograd.grad(found, own, upstream[:, :, mine])
+    reference = weft.attention(*complete, is_causal=True)
+    gradients = torch.autograd.grad(reference, complete, upstream)
+    result = ring_attention(*local)
+    local_gradients = torch.autograd.grad(result, local, upstream[:, :, chunk])
 
-    for name, got, right in zip(
+    for name, got, expected in zip(
         ("out", "dquery", "dkey", "dvalue"),
-        (found, *own_gradients),
-        (wanted[:, :, mine], *(g[:, :, mine] for g in gradients)),
+        (result, *local_gradients),
+        (reference[:, :, chunk], *(g[:, :, chunk] for g in gradients)),
         strict=True,
     ):
-        error = ((got - right).abs().max() / right.abs().max()).detach()
+        error = ((got - expected).abs().max() / expected.abs().max()).detach()
         dist.all_reduce(error, dist.ReduceOp.MAX)
         if rank == 0:
             print(f"{name:8} largest difference from one rank {error.item():.1e}")

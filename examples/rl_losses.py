@@ -1,8 +1,8 @@
-"""Losses of post-training, ten plain lines each, on one primitive: the log-probability of each chosen token.
+"""Post-training losses, ten plain lines each, on one primitive: the log-probability of each chosen token.
 
-`weft.linear_logprobs` computes log-probabilities, entropies and their gradients without the logits ever being in
-memory. What a trainer does with them is its own business and plain PyTorch. Each loss here is checked against its
-textbook form, which builds the logits: values and gradients of hidden states and of the head.
+`weft.linear_logprobs` computes log-probabilities, entropies and their gradients without materializing the logits. The
+losses on top of it are plain PyTorch and up to the trainer. Each one here is checked against its textbook form, which
+builds the logits: values, and gradients of the hidden states and the head.
 
     python examples/rl_losses.py
 """
@@ -21,8 +21,8 @@ import weft
 
 
 def dpo(hidden: Tensor, head: Tensor, tokens: Tensor, reference: Tensor, beta: float = 0.1) -> Tensor:
-    """Direct preference optimisation. hidden [2B, S, H]: B chosen answers, then B rejected ones; tokens [2B, S] with
-    -100 where nothing was said; reference [2B]: log-probabilities of whole answers under the reference model."""
+    """Direct preference optimization. hidden [2B, S, H]: B chosen answers, then B rejected ones; tokens [2B, S] with
+    -100 outside the answers; reference [2B]: log-probabilities of complete answers under the reference model."""
     answers = weft.linear_logprobs(hidden, head, tokens).sum(-1)
     chosen, rejected = (answers - reference).chunk(2)
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
@@ -32,32 +32,32 @@ def grpo(
     hidden: Tensor, head: Tensor, tokens: Tensor, old: Tensor, reference: Tensor, rewards: Tensor,
     clip: float = 0.2, kl: float = 0.04, temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Group-relative policy optimisation of one group of answers. hidden [G, S, H], tokens [G, S]; old and reference
-    [G, S]: log-probabilities when the answers were drawn, and of the reference model; rewards [G]."""
+    """Group-relative policy optimization of one group of answers. hidden [G, S, H], tokens [G, S]; old and reference
+    [G, S]: log-probabilities at the time of sampling, and of the reference model; rewards [G]."""
     logprobs = weft.linear_logprobs(hidden, head, tokens, temperature=temperature)
     advantage = ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[:, None]
     ratio = (logprobs - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    apart = (reference - logprobs).exp() - (reference - logprobs) - 1
-    said = tokens != -100
-    return ((kl * apart - gain) * said).sum() / said.sum()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    divergence = (reference - logprobs).exp() - (reference - logprobs) - 1
+    mask = tokens != -100
+    return ((kl * divergence - surrogate) * mask).sum() / mask.sum()
 
 
 def distill(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, tokens: Tensor) -> Tensor:
-    """Distillation on the student's own answers: the KL divergence of student and teacher, estimated at the tokens that
-    the student drew (its gradient is that of the full divergence, on average). hidden, teacher [B, S, H]."""
+    """Distillation on the student's own answers. hidden, teacher [B, S, H]. The KL divergence of student and teacher is
+    estimated at the tokens that the student drew; its expected gradient is that of the full divergence."""
     student = weft.linear_logprobs(hidden, head, tokens)
     with torch.no_grad():
-        wanted = weft.linear_logprobs(teacher, teacher_head, tokens)
-    said = tokens != -100
-    reward = (student - wanted).detach()  # of choosing a token the teacher would not have
-    return (reward * student * said).sum() / said.sum()
+        teacher_logprobs = weft.linear_logprobs(teacher, teacher_head, tokens)
+    mask = tokens != -100
+    reward = (student - teacher_logprobs).detach()  # of choosing a token that the teacher would not have
+    return (reward * student * mask).sum() / mask.sum()
 
 
-# ---- their textbook forms ------------------------------------------------------------------------------
+# ---- textbook forms ------------------------------------------------------------------------------------
 
 
-def _chosen(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+def _chosen_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     logprobs = torch.log_softmax(hidden @ head.t() / temperature, -1)
     return logprobs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens != -100)
 
@@ -65,7 +65,7 @@ def _chosen(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1
 def textbook_dpo(
     hidden: Tensor, head: Tensor, tokens: Tensor, reference: Tensor, beta: float = 0.1
 ) -> Tensor:
-    answers = _chosen(hidden, head, tokens).sum(-1)
+    answers = _chosen_logprobs(hidden, head, tokens).sum(-1)
     half = len(answers) // 2
     margins = beta * (answers[:half] - reference[:half]) - beta * (answers[half:] - reference[half:])
     return -torch.log(torch.sigmoid(margins)).mean()
@@ -75,8 +75,8 @@ def textbook_grpo(
     hidden: Tensor, head: Tensor, tokens: Tensor, old: Tensor, reference: Tensor, rewards: Tensor,
     clip: float = 0.2, kl: float = 0.04, temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    logprobs = _chosen(hidden, head, tokens, temperature)
-    said = (tokens != -100).double()
+    logprobs = _chosen_logprobs(hidden, head, tokens, temperature)
+    mask = (tokens != -100).double()
     total = torch.zeros((), dtype=logprobs.dtype)
     for i in range(len(tokens)):
         advantage = (rewards[i] - rewards.mean()) / (rewards.std() + 1e-4)
@@ -84,23 +84,26 @@ def textbook_grpo(
             ratio = torch.exp(logprobs[i, t]) / torch.exp(old[i, t])
             surrogate = min(ratio * advantage, torch.clamp(ratio, 1 - clip, 1 + clip) * advantage)
             pi = torch.exp(reference[i, t]) / torch.exp(logprobs[i, t])
-            total = total - said[i, t] * (surrogate - kl * (pi - torch.log(pi) - 1))
-    return total / said.sum()
+            total = total - mask[i, t] * (surrogate - kl * (pi - torch.log(pi) - 1))
+    return total / mask.sum()
 
 
 def textbook_distill(
     hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, tokens: Tensor
 ) -> Tensor:
-    student, wanted = _chosen(hidden, head, tokens), _chosen(teacher, teacher_head, tokens).detach()
-    said = tokens != -100
-    return ((student - wanted).detach() * student * said).sum() / said.sum()
+    student, teacher_logprobs = (
+        _chosen_logprobs(hidden, head, tokens),
+        _chosen_logprobs(teacher, teacher_head, tokens).detach(),
+    )
+    mask = tokens != -100
+    return ((student - teacher_logprobs).detach() * student * mask).sum() / mask.sum()
 
 
-# ---- checked -------------------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------------
 
 
 def compare(name: str, ours: Callable[..., Tensor], textbook: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Loss and gradients of the hidden states and the head, beside the textbook's in float64."""
+    """Compare the loss and its gradients of hidden states and head with the textbook's in float64."""
     hidden, head = (t.clone().requires_grad_() for t in inputs[:2])
     loss = ours(hidden, head, *inputs[2:])
     loss.backward()
@@ -109,11 +112,11 @@ def compare(name: str, ours: Callable[..., Tensor], textbook: Callable[..., Tens
     wanted = textbook(hidden64, head64, *exact[2:])
     wanted.backward()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
-    for got, right in ((hidden.grad, hidden64.grad), (head.grad, head64.grad)):
+    for got, expected in ((hidden.grad, hidden64.grad), (head.grad, head64.grad)):
         assert got is not None
-        assert right is not None
-        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
-    print(f"{name:8} loss {loss.item():+.6f}, as the textbook's; gradients too")
+        assert expected is not None
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-6)
+    print(f"{name:8} loss {loss.item():+.6f} and gradients agree with the textbook form")
 
 
 def main() -> None:
@@ -121,8 +124,8 @@ def main() -> None:
     answers, length, size, vocab = 4, 12, 32, 500
     hidden, head = torch.randn(answers, length, size), torch.randn(vocab, size) / size**0.5
     tokens = torch.randint(0, vocab, (answers, length))
-    tokens[:, 9:] = -100  # what follows the end of an answer
-    old = _chosen(hidden, head, tokens) + 0.3 * torch.randn(answers, length)
+    tokens[:, 9:] = -100  # padding after the end of an answer
+    old = _chosen_logprobs(hidden, head, tokens) + 0.3 * torch.randn(answers, length)
     reference = old + 0.2 * torch.randn(answers, length)
     compare("DPO", dpo, textbook_dpo, hidden, head, tokens, reference.sum(-1))
     compare("GRPO", grpo, textbook_grpo, hidden, head, tokens, old, reference, torch.randn(answers))

@@ -1,12 +1,13 @@
-"""Serve requests from a small Qwen3 model with a paged FP8 cache, beside transformers' own `generate`.
+"""Serve requests from a small Qwen3 model with a paged FP8 cache, compared with transformers' own `generate`.
 
 python examples/serve.py                                # needs transformers: pip install -e ".[transformers]"
 
-Requests come and go: each step takes in what fits into the free pages, computes the prompts of new requests in one call
-and one token of all others in another, and gives the pages of finished ones back. The model's layers are `weft.nn`'s,
-and its parameters are loaded under transformers' names. With a cache in the model's own numbers the tokens are those of
-`generate`. With FP8 the cache takes little more than a quarter of the bytes; how often the same token is chosen is
-counted while each request goes on with the tokens of `generate`, since one other choice changes all that follow.
+Requests come and go: each step admits requests that fit into the free pages, computes the prompts of new requests in
+one call and one token of all others in another, and releases the pages of finished ones. The model's layers are
+`weft.nn`'s, and its parameters are loaded under transformers' names. With a cache in the model's own dtype the tokens
+are those of `generate`. With FP8 the cache takes little more than a quarter of the bytes; to count how often it chooses
+the same token, each request continues with the tokens of `generate`, since one different choice changes all that
+follow.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Qwen3(nn.Module):
         self.lm_head = weft.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, ids: Tensor, caches: list[weft.KVCache], pages: weft.nn.Pages) -> Tensor:
-        """The logits [sequences, vocabulary] of the token after the last one of ids [sequences, tokens]."""
+        """Return the logits [sequences, vocabulary] of the token after the last one of ids [sequences, tokens]."""
         x = self.model.embed_tokens(ids)
         for layer, cache in zip(self.model.layers, caches, strict=True):
             x = layer(x, cache=cache, pages=pages)
@@ -66,7 +67,7 @@ class Qwen3(nn.Module):
 
 
 def cache_of(config: Any, pages: int, *, fp8: bool) -> weft.KVCache:
-    """An empty cache of one layer. FP8 codes have a scale for each token and head."""
+    """Return an empty cache of one layer. FP8 codes have a scale for each token and head."""
     shape = (pages, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
     if not fp8:
         return weft.KVCache(torch.zeros(shape), torch.zeros(shape))
@@ -80,18 +81,18 @@ def cache_of(config: Any, pages: int, *, fp8: bool) -> weft.KVCache:
 @dataclass
 class Request:
     prompt: list[int]
-    wanted: int  # how many tokens
-    follow: list[int] | None = None  # tokens to go on with in place of the chosen ones
-    made: list[int] = field(default_factory=list)  # the chosen ones
+    max_new_tokens: int
+    forced: list[int] | None = None  # tokens to continue with instead of the chosen ones
+    output: list[int] = field(default_factory=list)  # the chosen ones
     pages: list[int] = field(default_factory=list)
 
     @property
     def last(self) -> int:
-        return (self.made if self.follow is None else self.follow)[len(self.made) - 1]
+        return (self.output if self.forced is None else self.forced)[len(self.output) - 1]
 
     @property
-    def most_pages(self) -> int:
-        return -(-(len(self.prompt) + self.wanted) // PAGE_SIZE)
+    def max_pages(self) -> int:
+        return -(-(len(self.prompt) + self.max_new_tokens) // PAGE_SIZE)
 
 
 class Server:
@@ -112,12 +113,12 @@ class Server:
         waiting, running = deque(requests), list[Request]()
         while waiting or running:
             new = []
-            while waiting and waiting[0].most_pages <= len(self.free):
+            while waiting and waiting[0].max_pages <= len(self.free):
                 request = waiting.popleft()
-                request.pages = [self.free.pop() for _ in range(request.most_pages)]
+                request.pages = [self.free.pop() for _ in range(request.max_pages)]
                 new.append(request)
             if not new and not running:
-                raise ValueError(f"a request of {waiting[0].most_pages} pages never fits")
+                raise ValueError(f"a request of {waiting[0].max_pages} pages never fits")
             if running:
                 self._advance(running, [[request.last] for request in running])
             if new:
@@ -125,28 +126,29 @@ class Server:
             running += new
             self.most_at_once = max(self.most_at_once, len(running))
             for request in running:
-                if len(request.made) == request.wanted:
+                if len(request.output) == request.max_new_tokens:
                     self.free += request.pages
-            running = [request for request in running if len(request.made) < request.wanted]
+            running = [request for request in running if len(request.output) < request.max_new_tokens]
 
     def _advance(self, requests: list[Request], new: list[list[int]]) -> None:
-        """Write the new tokens of each request to the cache, and choose the next one. Shorter ones begin with pads."""
+        """Write the new tokens of each request to the cache, and choose the next one. Shorter inputs are
+        left-padded."""
         tokens = max(map(len, new))
-        ids = torch.tensor([[0] * (tokens - len(own)) + own for own in new])
+        ids = torch.tensor([[0] * (tokens - len(new_tokens)) + new_tokens for new_tokens in new])
         width = max(len(request.pages) for request in requests)
         table = torch.tensor([request.pages + [0] * (width - len(request.pages)) for request in requests])
-        lengths = torch.tensor([len(request.prompt) + len(request.made) for request in requests])
+        lengths = torch.tensor([len(request.prompt) + len(request.output) for request in requests])
         pages = weft.nn.Pages.of(table, lengths, tokens=tokens, page_size=PAGE_SIZE)
         chosen = self.model(ids, self.caches, pages).argmax(-1)
         for request, token in zip(requests, chosen.tolist(), strict=True):
-            request.made.append(token)
+            request.output.append(token)
 
 
-# ---- beside transformers --------------------------------------------------------------------------------
+# ---- comparison with transformers -----------------------------------------------------------------------
 
 
 def build() -> tuple[Any, Any]:
-    """A small model of transformers with random parameters, and its configuration."""
+    """Return a small transformers model with random parameters, and its configuration."""
     config = transformers.Qwen3Config(
         vocab_size=512,
         hidden_size=128,
@@ -165,35 +167,35 @@ def build() -> tuple[Any, Any]:
     return model, config
 
 
-def requests(follow: list[list[int]] | None = None) -> list[Request]:
+def requests(forced: list[list[int]] | None = None) -> list[Request]:
     draw = torch.Generator().manual_seed(1)
     lengths = [(9, 12), (33, 7), (16, 16), (1, 20), (50, 5), (17, 9), (30, 11), (5, 14)]
     return [
-        Request(torch.randint(3, 512, (n,), generator=draw).tolist(), wanted, follow and follow[i])
-        for i, (n, wanted) in enumerate(lengths)
+        Request(torch.randint(3, 512, (n,), generator=draw).tolist(), max_new_tokens, forced and forced[i])
+        for i, (n, max_new_tokens) in enumerate(lengths)
     ]
 
 
 def main() -> tuple[float, float]:
-    """Prints the table; returns the shares of tokens that are those of `generate`: plain cache, FP8 cache."""
-    theirs, config = build()
-    ours = Qwen3(config).eval()
-    ours.load_state_dict(theirs.state_dict())
+    """Print the table; return the shares of tokens equal to those of `generate`: plain cache, FP8 cache."""
+    reference, config = build()
+    model = Qwen3(config).eval()
+    model.load_state_dict(reference.state_dict())
     wanted = []
     for request in requests():
         ids = torch.tensor([request.prompt])
-        out = theirs.generate(
-            ids, max_new_tokens=request.wanted, do_sample=False, eos_token_id=None, pad_token_id=0
+        out = reference.generate(
+            ids, max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         wanted.append(out[0, ids.shape[1] :].tolist())
     shares = []
-    print(f"{'cache':8}{'bytes':>10}{'at once':>10}   tokens that are generate's")
+    print(f"{'cache':8}{'bytes':>10}{'at once':>10}   tokens equal to generate's")
     for fp8 in (False, True):
-        server, served = Server(ours, config, pages=16, fp8=fp8), requests(wanted if fp8 else None)
+        server, served = Server(model, config, pages=16, fp8=fp8), requests(wanted if fp8 else None)
         server.serve(served)
         assert sorted(server.free) == list(range(16))
         same = sum(
-            a == b for r, w in zip(served, wanted, strict=True) for a, b in zip(r.made, w, strict=True)
+            a == b for r, w in zip(served, wanted, strict=True) for a, b in zip(r.output, w, strict=True)
         )
         total = sum(map(len, wanted))
         shares.append(same / total)

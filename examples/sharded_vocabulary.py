@@ -1,8 +1,8 @@
-"""The loss head over two ranks, each with half of the vocabulary, twice: with plain tensors and with DTensors.
+"""The loss head over two ranks, each with half of the vocabulary: once with plain tensors and once with DTensors.
 
     python examples/sharded_vocabulary.py
 
-On GPUs the same lines run under torchrun, with the backend "nccl".
+On GPUs, run the same lines under torchrun with the backend "nccl".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import weft
 
-RANKS, TOKENS, HIDDEN, VOCAB = 2, 64, 128, 4001  # an odd vocabulary: the shards are of 2001 and 2000 columns
+RANKS, TOKENS, HIDDEN, VOCAB = 2, 64, 128, 4001  # an odd vocabulary: shards of 2001 and 2000 columns
 
 
 def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,32 +26,32 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, head, torch.randint(VOCAB, (TOKENS,))
 
 
-def rank_main(rank: int, meeting: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+def rank_main(rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     hidden, head, target = problem()
 
-    # Plain tensors: a rank says which columns it holds.
+    # Plain tensors: the rank declares which columns it holds.
     shard = weft.VocabShard.of(dist.group.WORLD, VOCAB)
     hidden.requires_grad_()
-    mine = head.chunk(RANKS)[rank].clone().requires_grad_()
-    loss = weft.linear_cross_entropy(hidden, mine, target, shard=shard, label_smoothing=0.1)
+    local = head.chunk(RANKS)[rank].clone().requires_grad_()
+    loss = weft.linear_cross_entropy(hidden, local, target, shard=shard, label_smoothing=0.1)
     loss.backward()
 
-    # DTensors: their placements say it.
+    # DTensors: their placements declare it.
     mesh = init_device_mesh("cpu", (RANKS,))
-    placed = distribute_tensor(head, mesh, [Shard(0)]).requires_grad_()
+    sharded = distribute_tensor(head, mesh, [Shard(0)]).requires_grad_()
     inputs = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
-    again = weft.linear_cross_entropy(inputs, placed, target, label_smoothing=0.1)
+    again = weft.linear_cross_entropy(inputs, sharded, target, label_smoothing=0.1)
     again.backward()
 
-    whole = weft.linear_cross_entropy(hidden.detach(), head, target, label_smoothing=0.1)
+    expected = weft.linear_cross_entropy(hidden.detach(), head, target, label_smoothing=0.1)
     if rank == 0:
-        print(f"one process       {whole.item():.7f}")
-        print(f"two ranks         {loss.item():.7f}   the gradient of {tuple(mine.grad.shape)} weights here")
-        print(f"two, as DTensors  {again.full_tensor().item():.7f}   {placed.grad.placements}")
+        print(f"one process       {expected.item():.7f}")
+        print(f"two ranks         {loss.item():.7f}   the gradient of {tuple(local.grad.shape)} weights here")
+        print(f"two, as DTensors  {again.full_tensor().item():.7f}   {sharded.grad.placements}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(rank_main, (f"{directory}/meeting",), RANKS)
+        mp.spawn(rank_main, (f"{directory}/rendezvous",), RANKS)

@@ -1,13 +1,13 @@
-"""Pre-train a small mixture of experts in torchtitan's own trainer, and again with Weft's kernels in it.
+"""Pre-train a small mixture of experts in torchtitan's own trainer, and again with Weft's kernels.
 
     python examples/torchtitan_moe.py                       # needs torchtitan: pip install -e ".[torchtitan]"
     python examples/torchtitan_moe.py --recipe fp8_block --steps 40
 
-The model is torchtitan's Qwen3 with two layers of eight experts, which predicts the next byte of Python's sources. Both
+The model is torchtitan's Qwen3 with two layers of eight experts; it predicts the next byte of Python's sources. Both
 runs are torchtitan's `Trainer` with its FSDP2, mixed precision, activation checkpointing, optimizer and schedule. They
-differ in one list, which is that of `--override.imports` on torchtitan's command line. A table shows both losses.
+differ only in the list for `--override.imports` on torchtitan's command line. A table shows both losses.
 
-torchtitan trains on GPUs. Where there is none it is given a CPU, which is what `use_cpu` is for.
+torchtitan trains on GPUs. Without one, `use_cpu` gives it a CPU.
 """
 
 # ruff: noqa: E402, since the device is chosen between imports
@@ -36,8 +36,8 @@ if importlib.util.find_spec("torchtitan") is None:
 
 
 def use_cpu() -> None:
-    """Make torchtitan's device the CPU. It looks for a GPU when it is imported, so this comes before all other imports.
-    What it asks a GPU about its memory, and a CPU has no answer to, is nothing."""
+    """Make torchtitan's device the CPU. It looks for a GPU when it is imported, so call this before all its other
+    imports. Queries about GPU memory get empty answers."""
     from torchtitan.tools import utils
 
     memory = SimpleNamespace(total_memory=1, name="CPU")
@@ -58,7 +58,7 @@ def use_cpu() -> None:
 if not torch.cuda.is_available():
     use_cpu()
 if not hasattr(dist, "set_timeout"):
-    # torchtitan 0.3.0 shortens timeouts after the first step by a function that torch 2.13 does not have.
+    # torchtitan 0.3.0 shortens timeouts after the first step with a function that torch 2.13 lacks.
     dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -78,13 +78,13 @@ WEFT = "weft.integrations.torchtitan"
 
 
 def overrides(recipe: str | None) -> list[Any]:
-    """What goes behind `--override.imports`. There, an argument is JSON: 'weft…experts={"recipe": "fp8_block"}'."""
+    """Return the list for `--override.imports`, where arguments are JSON: 'weft…experts={"recipe": "fp8_block"}'."""
     options = {} if recipe is None else {"recipe": recipe}
     plain = [f"{WEFT}.{name}" for name in ("rms_norm", "rope", "router", "linear_loss")]
     return [*plain, (f"{WEFT}.experts", options), (f"{WEFT}.attention_linear", options)]
 
 
-# ---- bytes in place of a data set and a tokenizer -----------------------------------------------------------------
+# ---- bytes instead of a data set and a tokenizer ------------------------------------------------------------------
 
 
 class Bytes(BaseTokenizer):
@@ -139,7 +139,7 @@ class StandardLibrary(BaseDataLoader):
 
 
 def configuration(steps: int, folder: str) -> Trainer.Config:
-    """A configuration as torchtitan's registries have them. Sizes are multiples of 128, which blocks of FP8 want."""
+    """Return a configuration like those of torchtitan's registries, with the multiples of 128 that FP8 blocks need."""
     spec = model_registry("debugmodel_moe", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:
@@ -167,7 +167,7 @@ def configuration(steps: int, folder: str) -> Trainer.Config:
 
 
 def train(imports: list[Any], steps: int) -> list[float]:
-    """The losses of a run of torchtitan's trainer on this rank, with these overrides."""
+    """Return the losses of a run of torchtitan's trainer on this rank, with these overrides."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -194,16 +194,14 @@ def train(imports: list[Any], steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12, help="steps of the optimizer")
-    parser.add_argument(
-        "--recipe", help="the numbers of Weft's products, such as fp8_block; bf16 if not given"
-    )
+    parser.add_argument("--recipe", help="precision of Weft's products, such as fp8_block (default: bf16)")
     options = parser.parse_args()
     runs, seconds = [], []
     for imports in ([], overrides(options.recipe)):
         begin = time.monotonic()
         runs.append(train(imports, options.steps))
         seconds.append(time.monotonic() - begin)
-    table = Table("step", "torchtitan", "with Weft", title="loss in nats a byte")
+    table = Table("step", "torchtitan", "with Weft", title="loss in nats per byte")
     for step, losses in enumerate(zip(*runs, strict=True), start=1):
         table.add_row(str(step), *(f"{loss:.5f}" for loss in losses))
     console = Console()

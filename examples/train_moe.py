@@ -1,4 +1,4 @@
-"""Train a small mixture of experts in the numbers of your choice, and compare the loss curves.
+"""Train a small mixture of experts in the precision of your choice, and compare the loss curves.
 
     python examples/train_moe.py                                            # 60 steps: one to two minutes on two cores
     python examples/train_moe.py --recipe bf16 --steps 600 --json runs/bf16.json
@@ -6,14 +6,14 @@
     python examples/train_moe.py --plot curves.png runs/*.json              # needs matplotlib: pip install -e ".[plot]"
     torchrun --nproc-per-node 2 examples/train_moe.py --recipe fp8_block    # FSDP2: Gloo on CPUs, NCCL on GPUs
 
-The model predicts the next byte of Python's own standard library, which is text that every machine with Python has. One
-file in ten is kept for validation. The recipe says in what numbers the projections and the experts are multiplied,
-forward and backward. The router, the loss and the master weights stay in fp32; the residual stream, the embedding and
-the head in bf16. With the recipe "fp32", everything is in fp32. All of it is made of Weft's ops, except attention
-itself: PyTorch's `scaled_dot_product_attention`, with which the runs in docs/runs were made. `weft.attention` takes the
-same arguments.
+The model predicts the next byte of Python's own standard library, a text that every machine with Python has. One file
+in ten is kept for validation. The recipe sets the precision of the projections and experts, forward and backward. The
+router, the loss and the master weights stay in fp32; the residual stream, the embedding and the head in bf16. With the
+recipe "fp32", everything is in fp32. All of it uses Weft's ops, except attention itself, which is PyTorch's
+`scaled_dot_product_attention`, used for the runs in docs/runs. `weft.attention` takes the same arguments.
 
-A seed decides weights and batches, whatever the recipe and the number of ranks, so curves can be compared step by step.
+A seed determines weights and batches, whatever the recipe and the number of ranks, so curves can be compared step by
+step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import weft
 
 RECIPES = ("fp32", "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row")
 BYTES = 256  # the vocabulary
-Run = dict[str, Any]  # what there is to know about a run, as it is written to JSON and to checkpoints
+Run = dict[str, Any]  # record of a run, as written to JSON and to checkpoints
 
 
 def option(default: Any, help: str) -> Any:
@@ -53,21 +53,21 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """What a run depends on. Each field is a flag of the command line. FP8 in blocks wants the sizes of matrices to be
-    multiples of 128."""
+    """Settings of a run. Each field is a command-line flag. Block-scaled FP8 needs matrix sizes that are multiples of
+    128."""
 
-    recipe: str = option("bf16", "the numbers that products are computed in")
+    recipe: str = option("bf16", "precision of the products")
     steps: int = option(60, "steps of the optimizer")
-    seed: int = option(0, "of the initial weights and of the batches")
+    seed: int = option(0, "seed of the initial weights and of the batches")
     layers: int = option(4, "blocks of attention and experts")
-    hidden: int = option(256, "numbers of a token in the residual stream")
-    heads: int = option(4, "heads of attention")
-    experts: int = option(8, "experts of each layer")
-    top_k: int = option(2, "experts that a token goes to")
-    width: int = option(384, "numbers between the two matrices of an expert")
-    sequence: int = option(128, "bytes of a sequence")
-    sequences: int = option(8, "sequences of a step, divided among the ranks")
-    learning_rate: float = option(2e-3, "the largest, after the warm-up")
+    hidden: int = option(256, "width of the residual stream")
+    heads: int = option(4, "attention heads")
+    experts: int = option(8, "experts per layer")
+    top_k: int = option(2, "experts per token")
+    width: int = option(384, "hidden width of an expert")
+    sequence: int = option(128, "bytes per sequence")
+    sequences: int = option(8, "sequences per step, divided among the ranks")
+    learning_rate: float = option(2e-3, "peak learning rate, after the warm-up")
     validate_every: int = option(50, "steps between two validations, and between two checkpoints")
 
 
@@ -80,7 +80,7 @@ class Text(NamedTuple):
 
 
 def standard_library() -> Text:
-    """The sources of the standard library without its tests; the name of a file decides to which part it belongs."""
+    """Return the sources of the standard library without its tests; a file's name decides its split."""
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -92,7 +92,7 @@ def standard_library() -> Text:
 
 
 def batch(text: Tensor, config: Config, *, seed: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's sequences of the batch that the seed stands for, and the byte after each of theirs."""
+    """Return this rank's sequences of the batch of this seed, and the byte after each of theirs."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - config.sequence, (config.sequences,), generator=generator)
     starts = starts[ranks.rank :: ranks.number]
@@ -104,7 +104,7 @@ def batch(text: Tensor, config: Config, *, seed: int, ranks: Ranks) -> tuple[Ten
 
 
 def matrix(*shape: int, scale: float = 1.0) -> nn.Parameter:
-    """Weights that keep the size of what they multiply, times `scale`."""
+    """Return weights that preserve the scale of their input, times `scale`."""
     return nn.Parameter(torch.randn(shape) * (scale * shape[-1] ** -0.5))
 
 
@@ -128,15 +128,15 @@ class Block(nn.Module):
         self.down = matrix(experts, hidden, width, scale=small)
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream [batch, sequence, hidden] after this block, and the loss that keeps the experts in balance."""
+        """Return the stream [batch, sequence, hidden] after this block, and the loss that balances the experts."""
         x = self.attention(weft.rms_norm(h, self.attention_norm))
-        x, h = weft.rms_norm(x, self.experts_norm, residual=h)  # one kernel adds and normalises
+        x, h = weft.rms_norm(x, self.experts_norm, residual=h)  # one kernel adds and normalizes
         x, balance = self.mixture(x.flatten(0, 1))
         return h + x.view_as(h), balance
 
     def attention(self, x: Tensor) -> Tensor:
         qkv = weft.linear(x, self.qkv, recipe=self.recipe)
-        # One kernel cuts q, k and v out of the projection, rotates q and k, and transposes all three.
+        # One kernel splits the projection into q, k and v, rotates q and k, and transposes all three.
         q, k, v, _ = weft.qkv_prepare(qkv, heads=self.heads, rotation=self.rotation, out_layout="bhsd")
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return weft.linear(y.transpose(1, 2).flatten(2), self.out, recipe=self.recipe)
@@ -155,16 +155,16 @@ class Model(nn.Module):
         self.embedding = nn.Parameter(torch.randn(BYTES, config.hidden))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.ones(config.hidden))
-        self.head = matrix(BYTES, config.hidden, scale=0.1)  # at first all bytes are about as likely
+        self.head = matrix(BYTES, config.hidden, scale=0.1)  # at first all bytes are about equally likely
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of predicting the targets in nats a byte, and the sum of the layers' balance losses."""
+        """Return the mean loss of predicting the targets in nats per byte, and the sum of the balance losses."""
         h = F.embedding(tokens, self.embedding).to(self.dtype)
         balances = []
         for block in self.blocks:
             h, balance = block(h)
             balances.append(balance)
-        # Head and loss are one op: the logits are never in memory.
+        # Head and loss are one op, which never materializes the logits.
         head = self.head.to(self.dtype)
         loss = weft.linear_cross_entropy(weft.rms_norm(h, self.norm), head, targets)
         return loss, torch.stack(balances).sum()
@@ -174,7 +174,7 @@ class Model(nn.Module):
 
 
 class Ranks(NamedTuple):
-    """This process among those that `torchrun` has started: one of one without it."""
+    """This process among those that `torchrun` has started: a single one without it."""
 
     rank: int = 0
     number: int = 1
@@ -191,7 +191,7 @@ class Ranks(NamedTuple):
         return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
     def mean(self, value: Tensor) -> Tensor:
-        """Of all ranks, outside of autograd."""
+        """Return the mean over all ranks, outside autograd."""
         value = value.detach() / self.number
         if self.number > 1:
             dist.all_reduce(value)
@@ -200,41 +200,41 @@ class Ranks(NamedTuple):
 
 @contextlib.contextmanager
 def count_saved() -> Iterator[dict[int, int]]:
-    """The bytes of each storage that a forward keeps for its backward, besides parameters."""
+    """Collect the bytes of each storage that forward saves for backward, excluding parameters."""
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, weft.QTensor) else ()
-            for part in [getattr(tensor, name) for name in parts] or [tensor]:
-                sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+            names = tensor.__tensor_flatten__()[0] if isinstance(tensor, weft.QTensor) else ()
+            for tensor_part in [getattr(tensor, name) for name in names] or [tensor]:
+                sizes[tensor_part.untyped_storage().data_ptr()] = tensor_part.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sizes
 
 
-# Whole tensors instead of shards, so that any number of ranks can go on from a checkpoint.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# Full tensors instead of shards, so that any number of ranks can resume from a checkpoint.
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save(directory: Path, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    weights, moments = get_state_dict(model, optimizer, options=WHOLE)  # all ranks gather them
+    weights, moments = get_state_dict(model, optimizer, options=FULL)  # a collective: all ranks take part
     if not dist.is_initialized() or dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save({"run": run, "weights": weights, "moments": moments}, directory / "next.pt")
-        (directory / "next.pt").replace(directory / "last.pt")  # which is complete at any time
+        (directory / "next.pt").replace(directory / "last.pt")  # atomic, so that it is always complete
 
 
 def resume(directory: Path, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
-    """Load the checkpoint, if there is one, and return its run so far."""
+    """Load the checkpoint, if there is one, and return the run so far."""
     if not (directory / "last.pt").exists():
         return run
     saved: dict[str, Run] = torch.load(directory / "last.pt", mmap=True)
     if saved["run"]["config"] != run["config"]:
         raise SystemExit(f"{directory} has a run of another configuration: {saved['run']['config']}")
     states = {"model_state_dict": saved["weights"], "optim_state_dict": saved["moments"]}
-    set_state_dict(model, optimizer, **states, options=WHOLE)
+    set_state_dict(model, optimizer, **states, options=FULL)
     return saved["run"]
 
 
@@ -252,25 +252,25 @@ def learning_rate(config: Config, step: int) -> float:
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Tensor, config: Config, ranks: Ranks) -> float:
-    """The mean loss of eight batches, which are the same ones every time."""
+    """Return the mean loss of eight batches, the same ones every time."""
     losses = [model(*batch(text, config, seed=seed, ranks=ranks))[0] for seed in range(8)]
     return float(ranks.mean(torch.stack(losses).mean()))
 
 
 def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: Path | None = None) -> Run:
-    """Train a model and return what there is to know about it."""
+    """Train a model and return the record of the run."""
     if config.sequences % ranks.number:
         raise SystemExit(f"{config.sequences} sequences cannot be divided among {ranks.number} ranks")
     text = standard_library()
     model = Model(config).to(ranks.device)
     run: Run = {
         "config": asdict(config),
-        "python": platform.python_version(),  # each has another standard library
+        "python": platform.python_version(),  # each version has another standard library
         "parameters": sum(p.numel() for p in model.parameters()),
         "train": [],  # the loss of every step
         "validation": [],  # [step, loss]
         "seconds": 0.0,
-        "saved_bytes": 0,  # the most that a forward of this rank kept for its backward
+        "saved_bytes": 0,  # peak bytes that a forward of this rank saved for its backward
     }
     for part in (*model.blocks, model):
         if compiled and part is not model:
@@ -284,7 +284,7 @@ def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: P
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, disable=ranks.rank > 0) as progress:
         bar = progress.add_task(config.recipe, total=config.steps, completed=len(run["train"]))
-        begun = time.perf_counter() - run["seconds"]
+        begin = time.perf_counter() - run["seconds"]
         for step in range(len(run["train"]), config.steps):
             with count_saved() as saved:
                 seed = (config.seed << 32) + step
@@ -296,12 +296,12 @@ def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: P
             optimizer.step()
             optimizer.zero_grad()
 
-            run["train"].append(float(ranks.mean(loss)))  # the one place of a step that waits for the device
+            run["train"].append(float(ranks.mean(loss)))  # the only place in a step that waits for the device
             run["saved_bytes"] = max(run["saved_bytes"], sum(saved.values()))
             done = step + 1
             if done % config.validate_every == 0 or done == config.steps:
                 run["validation"].append([done, validate(model, text.validation, config, ranks)])
-                run["seconds"] = time.perf_counter() - begun
+                run["seconds"] = time.perf_counter() - begin
                 if ranks.rank == 0:
                     progress.console.print(f"step {done}: validation loss {run['validation'][-1][1]:.3f}")
                 if checkpoint:
@@ -310,11 +310,11 @@ def train(config: Config, ranks: Ranks, *, compiled: bool = False, checkpoint: P
     return run
 
 
-# ---- the command line -------------------------------------------------------------------------------------------
+# ---- command line -----------------------------------------------------------------------------------------------
 
 
 def plot(file: Path, paths: list[Path]) -> None:
-    """The loss curves of runs, and how far the others are from the first."""
+    """Plot the loss curves of runs, and the differences from the first."""
     try:
         from matplotlib import pyplot
     except ModuleNotFoundError:
@@ -329,7 +329,7 @@ def plot(file: Path, paths: list[Path]) -> None:
         above.plot(range(1, len(run["train"]) + 1), run["train"], color=line.get_color(), alpha=0.2)
         shared = [(step, loss - first[step]) for step, loss in run["validation"] if step in first]
         below.plot(*zip(*shared, strict=True), marker=".", color=line.get_color())
-    above.set(ylabel="loss, nats a byte")
+    above.set(ylabel="loss, nats per byte")
     above.legend(title="validation")
     below.set(xlabel="step", ylabel=f"validation minus that of {names[0]}")
     figure.tight_layout()
@@ -341,52 +341,59 @@ def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=about, epilog=commands, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for one in fields(Config):
-        flag, told = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']} (default: {one.default})"
-        accepted: dict[str, Any] = {"choices": RECIPES} if one.name == "recipe" else {"metavar": "N"}
-        parser.add_argument(flag, type=type(one.default), default=one.default, help=told, **accepted)
+    for setting in fields(Config):
+        flag, help_text = (
+            f"--{setting.name.replace('_', '-')}",
+            f"{setting.metadata['help']} (default: {setting.default})",
+        )
+        options: dict[str, Any] = {"choices": RECIPES} if setting.name == "recipe" else {"metavar": "N"}
+        parser.add_argument(
+            flag, type=type(setting.default), default=setting.default, help=help_text, **options
+        )
     parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and go on from there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the loss curve there")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save checkpoints there, and resume from the last one"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the loss curve to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves of runs, without training")
     parser.add_argument("runs", type=Path, nargs="*", help="files that --json wrote, for --plot")
-    given = parser.parse_args()
-    if bool(given.plot) != bool(given.runs):
+    args = parser.parse_args()
+    if bool(args.plot) != bool(args.runs):
         parser.error("--plot and the files of runs go together")
-    for one in fields(Config):
-        value = getattr(given, one.name)
-        if one.name not in ("recipe", "seed") and value <= 0:
-            parser.error(f"argument --{one.name.replace('_', '-')}: {value} is not a positive number")
-    if given.hidden % (2 * given.heads):
-        parser.error(f"--hidden {given.hidden} is not a multiple of twice the --heads {given.heads}")
-    if given.top_k > given.experts:
-        parser.error(f"--top-k {given.top_k} is more than the --experts {given.experts}")
-    for path in given.runs:
+    for setting in fields(Config):
+        value = getattr(args, setting.name)
+        if setting.name not in ("recipe", "seed") and value <= 0:
+            parser.error(f"argument --{setting.name.replace('_', '-')}: {value} is not a positive number")
+    if args.hidden % (2 * args.heads):
+        parser.error(f"--hidden {args.hidden} is not a multiple of twice the --heads {args.heads}")
+    if args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} is more than the --experts {args.experts}")
+    for path in args.runs:
         if not path.is_file():
             parser.error(f"there is no file {path}: --json {path} writes it")
-    if given.json:  # before the run, which would be lost
+    if args.json:  # check before the run, whose results would be lost
         try:
-            given.json.parent.mkdir(parents=True, exist_ok=True)
-            given.json.open("ab").close()
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.open("ab").close()
         except OSError as error:
-            parser.error(f"--json {given.json} cannot be written: {error.strerror}")
-    return given
+            parser.error(f"--json {args.json} cannot be written: {error.strerror}")
+    return args
 
 
 def main() -> None:
-    given = flags()
-    if given.plot:
-        return plot(given.plot, given.runs)
+    args = flags()
+    if args.plot:
+        return plot(args.plot, args.runs)
     ranks = Ranks.join()
-    config = Config(**{one.name: getattr(given, one.name) for one in fields(Config)})
-    run = train(config, ranks, compiled=given.compile, checkpoint=given.checkpoint)
+    config = Config(**{setting.name: getattr(args, setting.name) for setting in fields(Config)})
+    run = train(config, ranks, compiled=args.compile, checkpoint=args.checkpoint)
     if ranks.rank == 0:
         print(
             f"{config.recipe}: validation loss {run['validation'][-1][1]:.3f}, {run['seconds']:.0f} s, "
             f"{run['saved_bytes'] / 2**20:.0f} MiB saved for backward, {run['parameters'] / 1e6:.1f} M parameters"
         )
-        if given.json:
-            given.json.write_text(json.dumps(run, indent=1))
+        if args.json:
+            args.json.write_text(json.dumps(run, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
 

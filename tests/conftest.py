@@ -14,10 +14,10 @@ from triton_loom.testing.fixtures import (
 
 from weft.lab.calls import under
 
-# Kernels run on little data here, so that building them is most of the work. The bits are the same either way;
-# TRITON_LOOM_QUICK_BUILD=0 tests what users run.
+# Kernels run on little data here, so most of the time goes into building them: build quickly. The bits are the same
+# either way; TRITON_LOOM_QUICK_BUILD=0 tests the optimized kernels that users get.
 os.environ.setdefault("TRITON_LOOM_QUICK_BUILD", "1")
-# What somebody has tuned on this machine is not what is tested.
+# Test the default launch choices, not those tuned on this machine.
 os.environ.setdefault("WEFT_CHOICES", "")
 
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", default="cpu", help="where the catalogue's checks run: cpu, cuda, cuda:1, ..."
+        "--device", default="cpu", help="run the catalogue's checks on this device: cpu, cuda, cuda:1, ..."
     )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device_under_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The checks of `weft.lab` compute there; tests that make tensors themselves say where."""
+    """Set the device on which the checks of `weft.lab` compute; tests that make tensors themselves choose their own."""
     with under(device=torch.device(request.config.getoption("--device"))):
         yield

@@ -21,6 +21,24 @@ from weft.runtime import TARGETS
 
 from .facts import described_on, emulated, family, judged, owners, traffic
 
+# Names by which people look for an op.
+OTHER_NAMES = {
+    "rms_norm": "RMSNorm, rmsnorm, fused add RMSNorm",
+    "layer_norm": "LayerNorm, layernorm",
+    "glu": "SwiGLU, GeGLU, silu_and_mul",
+    "rope": "rotary embedding, rotary position embedding",
+    "attention": "flash attention, FlashAttention, SDPA",
+    "attention_decode": "paged attention, flash decoding",
+    "experts": "mixture of experts, MoE layer, fused MoE",
+    "grouped_matmul": "grouped GEMM, m-grouped GEMM",
+    "matmul": "FP8 GEMM, blockwise GEMM, scaled_mm",
+    "linear_cross_entropy": "fused linear cross entropy, cut cross entropy",
+    "permute": "MoE permute, token dispatch",
+    "unpermute": "MoE combine",
+    "route": "top-k router, gating",
+    "clip_grads_": "clip_grad_norm_, gradient clipping",
+}
+
 
 def families() -> dict[str, list[str]]:
     """The public ops of each family, in the order of the menu."""
@@ -133,14 +151,73 @@ def _choices(text: str) -> str:
     return " or ".join(f"`{part.strip()}`" for part in re.split(r"\|(?![^\[]*\])", text)).replace("|", "or")
 
 
+_NAMES = r"(?:`\w+`(?:, | and )?)+"
+
+
+def meanings(function: Callable[..., Any]) -> dict[str, str]:
+    """Return what a docstring says of each argument: in an item that begins with its name, or after "name: "."""
+    parameters = inspect.signature(function).parameters
+    result: dict[str, str] = {}
+    for part in re.split(r"\n\n|\n(?=- )", inspect.cleandoc(inspect.getdoc(function) or "")):
+        text = " ".join(part.split())
+        if item := re.match(rf"- ({_NAMES})(.*)", text):
+            described = dict.fromkeys(re.findall(r"`(\w+)`", item[1]), item[2].strip(" ,:"))
+        else:
+            pieces = re.split(r"(?:^|(?<=[.;] ))((?:\w+, )*\w+): ", text)
+            described = {
+                name: meaning.strip()
+                for names, meaning in zip(pieces[1::2], pieces[2::2], strict=True)
+                for name in names.split(", ")
+            }
+        result |= {name: meaning for name, meaning in described.items() if name in parameters}
+    for name in parameters.keys() - result.keys():
+        if others := [f"`{other}`" for other, text in result.items() if f"`{name}`" in text]:
+            result[name] = f"See {' and '.join(others)}."
+    return {name: text.partition(" Returns ")[0] for name, text in result.items()}
+
+
+def inherited(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the meanings of the other arguments from the ops that a docstring names."""
+    result: dict[str, str] = {}
+    for name in re.findall(r"`(\w+)`", inspect.getdoc(function) or ""):
+        if name in public_ops() and public_ops()[name] is not function:
+            result = meanings(public_ops()[name]) | result
+    return result
+
+
+def _cell(text: str) -> str:
+    """Return a text that ends no cell of a table."""
+    return "".join(
+        part.replace("|", " or " if i % 2 else "&#124;")
+        for i, part in enumerate(re.split(r"(`[^`]*`)", text))
+    )
+
+
+def introduction(text: str, function: Callable[..., Any]) -> str:
+    """Return a docstring's text without the items that the table of arguments shows."""
+    parameters = inspect.signature(function).parameters
+
+    def of_arguments(item: str) -> bool:
+        names = re.match(rf"- ({_NAMES})", item)
+        return names is not None and set(re.findall(r"`(\w+)`", names[1])) <= set(parameters)
+
+    parts = re.split(r"(\n\n|\n(?=- ))", text)
+    kept = [
+        sep + item for sep, item in zip(["", *parts[1::2]], parts[::2], strict=True) if not of_arguments(item)
+    ]
+    return "".join(kept).strip()
+
+
 def arguments(function: Callable[..., Any]) -> str:
-    """Types and defaults. What an argument means stands in the text above."""
-    lines = ["| argument | type | default |", "|---|---|---|"]
+    """Return the table of arguments: type, default and meaning of each."""
+    lines = ["| argument | type | default | |", "|---|---|---|---|"]
     parameters = inspect.signature(function).parameters.values()
+    described = inherited(function) | meanings(function)
     for parameter in parameters:
         default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
         kind = _choices(_type_name(parameter.annotation, function))
-        lines.append(f"| `{parameter.name}` | {kind} | {default} |")
+        meaning = _cell(described.get(parameter.name, ""))
+        lines.append(f"| `{parameter.name}` | {kind} | {default} | {meaning} |")
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if named:
         since = (
@@ -164,7 +241,8 @@ def page(name: str, function: Callable[..., Any]) -> str:
     maths = (sys.modules[inspect.unwrap(function).__module__].__doc__ or "").strip()
     parts = [
         f"# {name}",
-        text,
+        introduction(text, function),
+        *([f"*Also known as {OTHER_NAMES[name]}.*"] if name in OTHER_NAMES else []),
         "## Example",
         f"```pycon\n{example}\n```",
         "This example is a test: what stands below a line is what it printed.",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from . import versions
 from .links import ELSEWHERE, rewrite
 
 ROOT = Path(__file__).parents[1]
-
-# CONTRIBUTING.md is two pages: how one works on Weft, and from this heading on how an op is added.
-ADDING = "## Adding an op\n"
-ADDING_PAGE = "writing_an_op.md"
 
 
 def elsewhere() -> dict[str, str]:
@@ -22,19 +17,8 @@ def elsewhere() -> dict[str, str]:
         if place == "index.md":  # docs/ has one of its own
             continue
         text = (ROOT / source).read_text()
-        if source == "CONTRIBUTING.md":
-            text, adding = text.split(ADDING)
-            found[ADDING_PAGE] = rewrite("# Writing an op\n" + _raised(adding), source, ADDING_PAGE)
-            found[place] = rewrite(text, source, place)
-            found[place] += f"{ADDING}\nStep by step: [writing an op]({ADDING_PAGE}).\n"
-        else:
-            found[place] = rewrite(text, source, place) if place.endswith(".md") else text
+        found[place] = rewrite(text, source, place) if place.endswith(".md") else text
     return found
-
-
-def _raised(text: str) -> str:
-    """Headings of a part, one level up, now that it is a page."""
-    return re.sub(r"^##(#+ )", r"#\1", text, flags=re.MULTILINE)
 
 
 def supported() -> str:

@@ -1,10 +1,10 @@
-"""Speed and latency of Triton kernels on the CPU, beside PyTorch and beside the figures they must reach.
+"""Speed and latency of Triton kernels on the CPU, compared with PyTorch and with their targets.
 
     python loom/benchmarks/bench.py [--quick] [--only NAME] [--json FILE]
 
 Contenders of a row run in one process, in turn, on all cores. A figure is the median of at least 15 runs
-after a warm-up; a ratio above 1 means that the Triton kernel is the faster one. Results are compared before
-anything is timed, and where the other one is torch.compile, Inductor must really have made parallel C++.
+after a warm-up; a ratio above 1 means that the Triton kernel is faster. Results are compared before anything
+is timed, and if the other contender is torch.compile, Inductor must really have generated parallel C++.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Contest:
-    """A Triton kernel against one or more PyTorch ways to the same result."""
+    """A Triton kernel against one or more PyTorch implementations."""
 
     name: str
     ours: Call
-    theirs: dict[str, tuple[Call, float]]  # against -> how it is called, the ratio to reach
+    theirs: dict[str, tuple[Call, float]]  # name -> call, ratio to reach
     compare: Callable[[Any, Any], None]
 
 
@@ -70,7 +70,7 @@ class Latency:
 
 
 def compiled(function: Callable[..., Any], *inputs: torch.Tensor) -> Callable[..., Any]:
-    """torch.compile, with proof that it is compiled and parallel: an eager fallback would flatter us."""
+    """Return torch.compile's function, checked to be compiled and parallel: an eager fallback would flatter us."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
@@ -87,7 +87,7 @@ def rms_norm_quant() -> Contest:
 
     def compare(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=0)
-        # y differs in its last bit here and there; a code then moves to its neighbour, now and then.
+        # y occasionally differs in its last bit, which sometimes moves a code to its neighbor.
         distance = (ours[0].view(torch.int8).int() - theirs[0].view(torch.int8).int()).abs()
         assert distance.max() <= 1, f"codes differ by up to {distance.max()}"
         assert distance.float().mean() < 1e-3, f"{distance.float().mean():.2%} of the codes differ"
@@ -168,7 +168,7 @@ def matmul(dtype: torch.dtype, target: float) -> Contest:
 
 
 def matmul_int8(b_is: str) -> Contest:
-    """b as [K, N], or the transpose of [N, K] as weights are."""
+    """Return the contest with b as [K, N], or as the transpose of [N, K] like weights."""
     a, b = (torch.randint(-128, 128, (1024, 1024), dtype=torch.int8) for _ in range(2))
     b = b if b_is == "[K, N]" else b.t()
     return Contest(
@@ -221,31 +221,31 @@ def milliseconds(call: Call) -> float:
 
 def run(contest: Contest, rounds: Iterable[int]) -> Iterable[Speed]:
     calls = {"": contest.ours} | {against: call for against, (call, _) in contest.theirs.items()}
-    results = {who: call() for who, call in calls.items()}
+    results = {contender: call() for contender, call in calls.items()}
     for against in contest.theirs:
         contest.compare(results[""], results[against])
     del results
     for _ in range(WARM_UP):
         for call in calls.values():
             call()
-    times: dict[str, list[float]] = {who: [] for who in calls}
+    times: dict[str, list[float]] = {contender: [] for contender in calls}
     for _ in rounds:
-        for who, call in calls.items():
-            times[who].append(milliseconds(call))
-    median = {who: statistics.median(each) for who, each in times.items()}
+        for contender, call in calls.items():
+            times[contender].append(milliseconds(call))
+    median = {contender: statistics.median(each) for contender, each in times.items()}
     for against, (_, target) in contest.theirs.items():
         ratio = median[against] / median[""]
         yield Speed(contest.name, against, median[""], median[against], ratio, target)
 
 
 def first_launch(cache: str) -> dict[str, float]:
-    """Times of the first launch in a process of its own, with this kernel cache."""
+    """Return the times of the first launch in a process of its own, with this kernel cache."""
     environment = os.environ | {"TRITON_CACHE_DIR": cache}
     command = [sys.executable, str(HERE / "first_launch.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if completed.returncode:
+        raise RuntimeError(completed.stderr)
+    return json.loads(completed.stdout)
 
 
 def first_launches(rounds: Iterable[int]) -> Iterable[Latency]:
@@ -259,9 +259,12 @@ def first_launches(rounds: Iterable[int]) -> Iterable[Latency]:
     sanitized = median(each["first_sanitized_launch"] for each in cold)
     yield Latency("first launch of a small kernel under sanitize()", sanitized, 0.6)
     yield Latency("warm start from the cache", median(each["first_launch"] for each in warm), 0.05)
-    for what, key in (("hash of its own sources", "hash_of_triton"), ("import of Gluon", "import_of_gluon")):
+    for description, key in (
+        ("hash of its own sources", "hash_of_triton"),
+        ("import of Gluon", "import_of_gluon"),
+    ):
         times = [each[key] for each in cold + warm]
-        yield Latency(f"Triton's {what}, once a process", median(times), None)
+        yield Latency(f"Triton's {description}, once a process", median(times), None)
 
 
 def launches(rounds: Iterable[int]) -> Iterable[Latency]:
@@ -333,26 +336,28 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed and latency of Triton kernels on the CPU.")
-    parser.add_argument("--quick", action="store_true", help="5 runs instead of 15: a glance, not a figure")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 runs instead of 15: for a rough impression only"
+    )
     parser.add_argument(
         "--only", metavar="NAME", help=f"rows with this in their name: {', '.join(CONTESTS | LATENCIES)}"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to this file too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    wanted = [name for name in [*CONTESTS, *LATENCIES] if (options.only or "") in name]
-    if not wanted:
+    names = [name for name in [*CONTESTS, *LATENCIES] if (options.only or "") in name]
+    if not names:
         parser.error(f"no row has {options.only!r} in its name; there are {', '.join(CONTESTS | LATENCIES)}")
     runs = 5 if options.quick else 15
 
     console = Console(width=None if sys.stdout.isatty() else 110)
-    facts = machine()
-    console.print(", ".join(f"{what} {value}" for what, value in facts.items()))
+    environment = machine()
+    console.print(", ".join(f"{what} {value}" for what, value in environment.items()))
     torch.manual_seed(0)
     speeds: list[Speed] = []
     latencies: list[Latency] = []
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for name in wanted:
+        for name in names:
             rounds = progress.track(range(runs), description=name)
             if name in CONTESTS:
                 speeds += run(CONTESTS[name](), rounds)
@@ -365,7 +370,7 @@ def main() -> None:
         console.print(latency_table(latencies))
     if options.json:
         figures = {
-            "machine": facts,
+            "machine": environment,
             "runs": runs,
             "speed": [*map(asdict, speeds)],
             "latency": [*map(asdict, latencies)],

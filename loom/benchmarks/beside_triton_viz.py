@@ -1,12 +1,12 @@
-"""The recorded mistakes of loom/tests/mistakes under Loom's sanitizer and under that of triton-viz, side by side.
+"""The recorded mistakes of loom/tests/mistakes under the sanitizers of Loom and of triton-viz, side by side.
 
     pip install triton-viz
     python loom/benchmarks/beside_triton_viz.py
 
 Each tool runs in a process of its own, every mistake as it shipped and corrected. A mistake counts as flagged if the
-tool reports anything while it runs as it shipped; a correction that is flagged is a false alarm. Overflow would take
-gigabytes, so both are given tensors of the meta device there. What a tool can't run is counted apart. The first launch
-is that of the smallest of kernels, with Triton's own preparations done before and an empty cache.
+tool reports anything while it runs as it shipped; a flagged correction is a false alarm. Overflow would take gigabytes,
+so both tools get tensors of the meta device there. Cases that a tool can't run are counted separately. The first launch
+is that of the smallest kernel, after Triton's own preparations and with an empty cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS = 30  # for one run of one case
 
 
 def flags_of_loom() -> Callable[[Callable[[], Any]], int]:
-    """A function that runs a launch under Loom and says how much was found."""
+    """Return a function that runs a launch under Loom and returns the number of findings."""
     import triton_loom
 
     def findings(run: Callable[[], Any]) -> int:
@@ -48,33 +48,35 @@ def flags_of_loom() -> Callable[[Callable[[], Any]], int]:
 
 
 def flags_of_triton_viz() -> Callable[[Callable[[], Any]], int]:
-    """The same under triton-viz, which wraps kernels when they are defined, as its command does."""
+    """Return a function that runs a launch under triton-viz and returns the number of findings.
+
+    triton-viz wraps kernels when they are defined, as its command does."""
     import triton
     import triton_viz
     from triton_viz.clients import Sanitizer
 
-    jit, made = triton.jit, []
+    jit, clients = triton.jit, []
 
     def traced(fn: Any = None, **options: Any) -> Any:
         if fn is None:
             return lambda fn: traced(fn, **options)
-        made.append(Sanitizer(abort_on_error=False))
-        return triton_viz.trace(client=made[-1])(jit(fn, **options))
+        clients.append(Sanitizer(abort_on_error=False))
+        return triton_viz.trace(client=clients[-1])(jit(fn, **options))
 
     triton.jit = traced
 
     def findings(run: Callable[[], Any]) -> int:
-        for client in made:
+        for client in clients:
             client.records.clear()
         run()
-        return sum(len(client.records) for client in made)
+        return sum(len(client.records) for client in clients)
 
     return findings
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Ends what takes too long."""
+    """Raise `TimeoutError` in a `with` block that takes more than SECONDS."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} s")
@@ -88,7 +90,7 @@ def limited() -> Iterator[None]:
 
 
 def outcome(findings: Callable[[Callable[[], Any]], int], run: Callable[[], Any]) -> str:
-    """ "flagged", "silent", or why it could not be run."""
+    """Return "flagged", "silent", or the reason why the case could not be run."""
     try:
         with limited():
             return "flagged" if findings(run) else "silent"
@@ -97,7 +99,7 @@ def outcome(findings: Callable[[Callable[[], Any]], int], run: Callable[[], Any]
 
 
 def first_launch(findings: Callable[[Callable[[], Any]], int]) -> float:
-    """Seconds."""
+    """Return the seconds that the first launch takes."""
     import torch
     import triton.experimental.gluon  # noqa: F401
     from smallest import double
@@ -111,7 +113,7 @@ def first_launch(findings: Callable[[Callable[[], Any]], int]) -> float:
 
 
 def measure(tool: str) -> None:
-    """Prints a line of JSON for each mistake, and one for the first launch."""
+    """Print a line of JSON for each mistake, and one for the first launch."""
     findings = {"triton-loom": flags_of_loom, "triton-viz": flags_of_triton_viz}[tool]()
     sys.path += [str(HERE.parent / "tests"), str(HERE)]
     print(json.dumps({"first_launch": first_launch(findings)}), flush=True)
@@ -143,7 +145,7 @@ def rows_of(tool: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints both tools' results by kind of mistake, and what could not be run."""
+    """Print both tools' results by kind of mistake, and the cases that could not be run."""
     packages = ("triton-loom", "triton-viz", "triton", "torch")
     print(date.today().isoformat(), *(f"{name} {version(name)}" for name in packages), sep=", ")
     for tool in packages[:2]:
@@ -156,9 +158,9 @@ def main() -> None:
         for kind, number in cases.items():
             print(f"  {kind}: {flagged[kind]} of {number}")
         for row in rows:
-            for which in ("shipped", "corrected"):
-                if row[which] not in ("flagged", "silent"):
-                    print(f"  not run: {row['case']} ({which}): {row[which]}")
+            for version_run in ("shipped", "corrected"):
+                if row[version_run] not in ("flagged", "silent"):
+                    print(f"  not run: {row['case']} ({version_run}): {row[version_run]}")
 
 
 def version(package: str) -> str:

@@ -1,9 +1,8 @@
-"""How long the first launch of a kernel takes in a fresh process: printed as JSON, for bench.py.
+"""Print the time of a kernel's first launch in a fresh process as JSON, for bench.py.
 
-Which cache directory is used, and whether it already holds the kernel, is the caller's choice
-(TRITON_CACHE_DIR). What Triton does once per process is reported beside it: the hash of its own sources,
-and the import of Gluon, which it puts off until the first launch. So is the first launch of the smallest of
-kernels under the sanitizer, in the same process.
+The caller chooses the cache directory (TRITON_CACHE_DIR), and whether it already has the kernel. Triton's work
+once per process is reported separately: the hash of its own sources, and the import of Gluon, which it defers
+until the first launch; so is the first launch of the smallest kernel under the sanitizer, in the same process.
 """
 
 from __future__ import annotations

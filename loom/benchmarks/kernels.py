@@ -1,7 +1,7 @@
-"""The kernels that bench.py measures, each with its wrapper and the PyTorch that does the same.
+"""The kernels that bench.py measures, each with its wrapper and the equivalent PyTorch.
 
-Written as for a GPU: a kernel is a program per row, per few rows or per tile, with float32 arithmetic inside
-and one rounding at the end. Block sizes are the only thing chosen for a CPU.
+They are written as for a GPU: a program per row, per few rows or per tile, with float32 arithmetic inside and
+one rounding at the end. Only the block sizes are chosen for a CPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import triton.language as tl
 E4M3_MAX = 448.0
 
 
-# ---- RMSNorm and 1x128 FP8 quantisation, one pass ------------------------------------------------------
+# ---- RMSNorm and 1x128 FP8 quantization, one pass ------------------------------------------------------
 
 
 @triton.jit
 def rms_norm_quant_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, eps, COLS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """y = x * rsqrt(mean(x^2) + eps) * weight, stored as e4m3 codes of y * (448 / amax), and amax / 448; amax
-    is the largest |y| of each GROUP neighbours."""
+    """Store y = x * rsqrt(mean(x^2) + eps) * weight as e4m3 codes of y * (448 / amax), and scales amax / 448;
+    amax is the largest |y| of each GROUP neighbors."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)
     x = tl.load(x_ptr + row * COLS + cols).to(tl.float32)  # [COLS]
@@ -92,11 +92,11 @@ def layer_norm_fwd_kernel(
     mask = cols < n_cols
     x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK]
     mean = tl.sum(x, axis=0) / n_cols
-    centred = tl.where(mask, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / n_cols + eps)
+    centered = tl.where(mask, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=0) / n_cols + eps)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * n_cols + cols, centred * rstd * weight + bias, mask=mask)
+    tl.store(y_ptr + row * n_cols + cols, centered * rstd * weight + bias, mask=mask)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
 
@@ -116,8 +116,8 @@ def layer_norm_bwd_kernel(
     rows_per_program,
     BLOCK: tl.constexpr,
 ):
-    """dx of a few neighbouring rows, and their share of dweight and dbias in float32 partials that no other
-    program touches: the same bits whatever order the programs run in."""
+    """Compute dx of a few neighboring rows, and their share of dweight and dbias in float32 partials that no
+    other program touches, so that the order of the programs does not affect the bits."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
@@ -208,19 +208,19 @@ def layer_norm_torch(
 
 @triton.jit
 def cross_entropy_kernel(logits_ptr, label_ptr, loss_ptr, n_cols, row_stride, BLOCK: tl.constexpr):
-    """One walk over the vocabulary: the running sum is kept relative to the running maximum."""
+    """Compute the loss in one pass over the vocabulary: the running sum is relative to the running max m."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    peak = -float("inf")
+    m = -float("inf")
     total = 0.0
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)  # [BLOCK]
-        new_peak = tl.maximum(peak, tl.max(x, axis=0))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak), axis=0)
-        peak = new_peak
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        total = total * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
+        m = m_new
     label = tl.load(label_ptr + row)
-    tl.store(loss_ptr + row, peak + tl.log(total) - tl.load(logits_ptr + label).to(tl.float32))
+    tl.store(loss_ptr + row, m + tl.log(total) - tl.load(logits_ptr + label).to(tl.float32))
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -319,13 +319,13 @@ def sort_kernel(x_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def sort(x: torch.Tensor) -> torch.Tensor:
-    """All rows in one program, as a tile of a larger kernel would be sorted."""
+    """Sort all rows in one program, like a tile of a larger kernel."""
     out = torch.empty_like(x)
     sort_kernel[(1,)](x, out, ROWS=x.shape[0], COLS=x.shape[1])
     return out
 
 
-# ---- vector add, and a kernel that does next to nothing ------------------------------------------------
+# ---- vector add, and a kernel that does almost nothing -------------------------------------------------
 
 
 @triton.jit

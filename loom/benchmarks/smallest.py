@@ -1,4 +1,4 @@
-"""The smallest of kernels, whose first launch is measured."""
+"""The smallest kernel, for measurements of the first launch."""
 
 import triton
 import triton.language as tl

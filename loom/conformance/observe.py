@@ -1,4 +1,4 @@
-"""Which Triton kernels are launched, through Loom or on an emulated GPU."""
+"""Recording of Triton kernel launches, through Loom or on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Launches:
-    """Kernels that were asked for and kernels that ran to their end, by name, since `clear`.
+    """Names of the kernels that were requested and of those that ran to their end, since `clear`.
 
-    A kernel is a function under `@triton.jit`. It is asked for where its project launches it and has run when all of
-    its programs have, which are two events: a project may keep compiled kernels and launch these.
+    A kernel is a function under `@triton.jit`. It is requested where its project launches it and has run when all of
+    its programs have. These are two events, because a project may keep compiled kernels and launch those.
     """
 
     def __init__(self, roots: list[Path]) -> None:
@@ -25,9 +25,9 @@ class Launches:
         self.ran.clear()
 
     def name(self, function: Any) -> str | None:
-        """The kernel's file in its project and its name; None for a kernel of somebody else.
+        """Return the kernel's file in its project and its name; None for a kernel from elsewhere.
 
-        One that the project has generated counts once, for however many dimensions it was generated."""
+        A kernel that the project generates counts once, for however many dimensions it was generated."""
         file = Path(function.fn.__code__.co_filename).resolve()
         for root in self.roots:
             if file.is_relative_to(root):
@@ -37,7 +37,7 @@ class Launches:
         return None
 
     def watch(self, launcher_class: Any) -> None:
-        """Takes note of every launch from now on, which launchers of this class make."""
+        """Record every launch from now on by launchers of this class."""
         from triton.runtime.jit import JITFunction
 
         self._around(JITFunction, "run", before=lambda function: self._note(self.asked, function))

@@ -1,7 +1,7 @@
-"""What a child process does: it runs a selection of a project's tests and tells of each which kernels it launched.
+"""Pytest plugin of a child process: runs a selection of a project's tests and reports the kernels that each launched.
 
-A plugin of pytest. It is told what to do by the file that CONFORMANCE_ORDER names, which holds an `Order` as JSON, and
-writes a line of JSON for every event to the file that the order names.
+The file that CONFORMANCE_ORDER names has its `Order` as JSON. The plugin writes a line of JSON for every event to the
+file that the order names.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import pytest
 
 @dataclass
 class Order:
-    """What a child is to do."""
+    """Instructions for a child process."""
 
     project: str  # its name
     events: str  # the file to write to
     roots: list[str]  # kernels in these directories are the project's
     each: int  # at most so many sets of parameters for a test
-    at_most: int | None  # a cap for the numbers that a test takes by default
+    at_most: int | None  # a cap for the default numbers of a test
     skip: list[str]  # patterns of tests that are not run
     done: list[str]  # tests that an earlier child has run
     only: list[str] | None  # the tests to run, if not all
     sanitize: bool
     capability: list[int]  # of the GPU that the project is told of
     prepare: str | None  # a module that is imported before the tests are
-    by_text: bool = True  # parameters that are text tell tests apart
+    by_text: bool = True  # parameters that are text distinguish tests
     emulate: str | None = None  # the GPU that kernels are launched on, if not the CPU
-    prove: bool = False  # ask about every kernel what holds of it for all sizes
-    proofs: tuple[str, ...] = ()  # kernels that an earlier child has asked about
+    prove: bool = False  # prove every kernel for all sizes
+    proofs: tuple[str, ...] = ()  # kernels that an earlier child has tried to prove
 
 
 ORDER = Order(**json.loads(Path(os.environ["CONFORMANCE_ORDER"]).read_text()))
@@ -54,8 +54,9 @@ def tell(**event: Any) -> None:
 
 
 def _prepare() -> tuple[Any, Any]:
-    """What notes launches, and the emulated GPU that they are made on, if there is one: it is there before a test is
-    imported, since projects ask which GPU there is when they are."""
+    """Return the recorder of launches, and the emulated GPU or None.
+
+    The GPU must exist before a test is imported, because projects query it on import."""
     import triton_loom
 
     from . import redirect
@@ -82,7 +83,7 @@ LAUNCHES, GPU = _prepare()
 
 
 def variant(item: Any) -> tuple[str, ...]:
-    """The test and those of its parameters that are text."""
+    """Return the test and those of its parameters that are text."""
     parameters = getattr(item, "callspec", None)
     values = parameters.params.values() if parameters and ORDER.by_text else ()
     texts = [value for value in values if isinstance(value, str)]
@@ -93,7 +94,7 @@ LAST = 1e9  # a negative number often means a special case, which is not the sim
 
 
 def work(item: Any) -> tuple[float, int, str]:
-    """How much work a test's parameters may mean: the product of the numbers in them, then what is switched on."""
+    """Return a sort key for the work of a test: the product of its numeric parameters, then the flags that are on."""
     parameters = getattr(item, "callspec", None)
     values = list(flat(list(parameters.params.values()))) if parameters else []
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
@@ -122,17 +123,17 @@ def pytest_collectreport(report: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Of each variant of a test, the smallest sets of parameters."""
+    """Select the smallest sets of parameters of each variant of a test."""
     if ORDER.only is not None:
-        wanted = set(ORDER.only)
-        items[:] = [item for item in items if item.nodeid in wanted]
+        requested = set(ORDER.only)
+        items[:] = [item for item in items if item.nodeid in requested]
     else:
         sets: dict[tuple[str, ...], list[Any]] = defaultdict(list)
         for item in items:
             if not any(re.search(pattern, item.nodeid) for pattern in ORDER.skip):
                 sets[variant(item)].append(item)
-        kept = {item.nodeid for each in sets.values() for item in sorted(each, key=work)[: ORDER.each]}
-        items[:] = [item for item in items if item.nodeid in kept]
+        selected = {item.nodeid for each in sets.values() for item in sorted(each, key=work)[: ORDER.each]}
+        items[:] = [item for item in items if item.nodeid in selected]
     if ORDER.at_most is not None:
         for function in {item.function for item in items}:
             defaults = function.__defaults__ or ()
@@ -165,11 +166,11 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     return result
 
 
-ASKED = set(ORDER.proofs)  # kernels that have been asked about
+ASKED = set(ORDER.proofs)  # kernels that the prover was asked about
 
 
 def prove(item: Any) -> None:
-    """Asks about the kernels that a test was the first to launch."""
+    """Prove the kernels that a test was the first to launch."""
     for launch in item.launches:
         kernel = LAUNCHES.name(launch.kernel)
         if kernel is not None and kernel not in ASKED:
@@ -181,7 +182,7 @@ def prove(item: Any) -> None:
 
 
 def emulated(finding: Any) -> dict[str, Any]:
-    """What the emulated GPU has found, as it is told of."""
+    """Return a finding of the emulated GPU as an event."""
     place = finding.by.place
     return {
         "kind": finding.kind,
@@ -207,7 +208,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
 
 
 def _compared(error: BaseException) -> bool:
-    """Whether a comparison failed, and not a check that a project makes of its arguments."""
+    """Return whether the error is a failed comparison, not a project's check of its arguments."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     file = Path(frame.filename)
     own = any(file.is_relative_to(root) for root in ORDER.roots) and not file.name.startswith("test_")
@@ -221,13 +222,13 @@ def _short(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = " ".join(lines[-1:] if "Error" in lines[-1] else lines[:3])
     frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    where = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
-    return f"{type(error).__name__}: {text[:300]}{where}"
+    location = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
+    return f"{type(error).__name__}: {text[:300]}{location}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Iterator[None]:
-    """With the sanitizer, a test runs in a scope that collects findings; for proofs, in one that notes launches."""
+    """Run a test: with the sanitizer, in a scope that collects findings; for proofs, in one that records launches."""
     with ExitStack() as stack:
         if ORDER.prove:
             from triton_loom.prove.recording import recorded

@@ -1,4 +1,4 @@
-"""The projects: where each comes from, which version, and which tests drive its kernels."""
+"""Table of the projects: source, version, and the tests that drive their kernels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Suite:
-    """Some tests, by the patterns of their files. Of each test, the `each` smallest sets of parameters are run; tests
-    are told apart by those parameters that are text, which name an activation or an operator."""
+    """Tests selected by patterns of their files. Each test runs with its `each` smallest sets of parameters; parameters
+    that are text, such as the name of an activation or operator, distinguish tests."""
 
     name: str
     files: tuple[str, ...]
     each: int = 1
     by_text: bool = True
-    at_most: int | None = None  # a cap for the numbers that a test takes by default
-    skip: tuple[str, ...] = ()  # patterns of tests that are not run; the comment beside each says why
+    at_most: int | None = None  # a cap for the default numbers of a test
+    skip: tuple[str, ...] = ()  # patterns of tests that are not run; a comment next to each says why
     options: tuple[str, ...] = ()  # for pytest
     own: bool = False  # the files are Loom's, not the project's
     ci: bool = False  # part of what continuous integration runs
@@ -30,23 +30,23 @@ class Project:
     pip: str | None = None  # the package on PyPI
     github: str | None = None  # owner/name; the version is a tag or commit
     tests: str | None = None  # owner/name@version where the tests are, if not with the package
-    needs: tuple[str, ...] = ()  # packages that it imports beside torch and triton
+    needs: tuple[str, ...] = ()  # packages that it imports besides torch and triton
     path: tuple[str, ...] = (".",)  # directories to import from
     kernels: tuple[str, ...] = (".",)  # directories that hold its kernels
     capability: tuple[int, int] = (9, 0)  # of the GPU that it is told of
-    generated: str | None = None  # the variable that names a directory to which it writes kernels
+    generated: str | None = None  # the environment variable of the directory to which it writes kernels
     prepare: str | None = None  # a module of `cases` that is imported before its tests
     environment: dict[str, str] = field(default_factory=dict)
     known: dict[str, str] = field(
         default_factory=dict
-    )  # patterns of tests that fail, and why: none because of Loom
+    )  # patterns of tests that fail -> why; never because of Loom
 
     def explain(self, test: str) -> str | None:
-        """Why this test fails, if that is known."""
+        """Return why this test fails, or None if that is not known."""
         return next((why for pattern, why in self.known.items() if re.search(pattern, test)), None)
 
 
-INSPECTS = "looks into the output of a compiler for GPUs"
+INSPECTS = "inspects the output of a GPU compiler"
 TESTS = ("tests/test_*.py",)
 
 
@@ -112,8 +112,8 @@ PROJECTS = (
         known={
             "test_accuracy_where": "the project asserts that a tensor is not on the CPU",
             "test_accuracy_trunc_divide_scalar_scalar": "the project does not round: docs/found.md",
-            "test_accuracy_trunc_div_?\\[": "Loom refuses libdevice.div_rz: it rounds to nearest alone",
-            "test_accuracy_resolve_conj": "the project asks PyTorch for a stream of a GPU",
+            "test_accuracy_trunc_div_?\\[": "Loom refuses libdevice.div_rz: it rounds only to nearest",
+            "test_accuracy_resolve_conj": "the project asks PyTorch for a GPU stream",
             "test_flash_(fwd_nonsquare_qk|fwd_swa)": "the reference is an operator that PyTorch has on GPUs alone",
             "test_flash_mla": "slow: no result within the limit",
         },
@@ -138,13 +138,13 @@ PROJECTS = (
     Project(
         "mamba",
         "e9594ce",
-        (Suite("tests", ("tests/ops/triton/test_*.py",)),),
+        (
+            Suite("tests", ("tests/ops/triton/test_*.py",), skip=("test_mamba3_siso",)),
+        ),  # minutes of PyTorch each
         github="state-spaces/mamba",
         needs=("einops",),
         kernels=("mamba_ssm",),
-        known={
-            "test_layernorm_gated.py$|test_mamba3_siso.py$": "imports huggingface_hub, which is not installed"
-        },
+        known={"test_layernorm_gated.py$": "imports huggingface_hub, which is not installed"},
     ),
     Project(
         "attorch",
@@ -153,7 +153,7 @@ PROJECTS = (
         github="BobMcDear/attorch",
         kernels=("attorch",),
         known={
-            "boundaries.*Hardswish": "at -3 and 3 PyTorch has one gradient on GPUs, as attorch, another on CPUs",
+            "boundaries.*Hardswish": "at -3 and 3 PyTorch's gradient on CPUs is not that on GPUs, which attorch has",
             "test_multi_head_attention": "the project has switched its attention off",
         },
     ),
@@ -180,7 +180,7 @@ PROJECTS = (
         path=("python/triton_kernels",),
         kernels=("python/triton_kernels/triton_kernels",),
         known={
-            "test_matmul.py": "the project knows tiles for the targets cuda and hip alone",
+            "test_matmul.py": "the project has tiles only for the targets cuda and hip",
             "test_make_bitmatrix_metadata": "the reference is torch.histc of int32, which PyTorch lacks on CPUs",
         },
     ),
@@ -229,7 +229,7 @@ PROJECTS = (
             ),
         ),
         github="triton-lang/triton",
-        kernels=(),  # the kernels are in the tests, and most are named kernel: what counts is the tests
+        kernels=(),  # the kernels are in the tests, and most are named kernel: the tests are counted
         known={
             "test_optimize_thread_locality|test_no_rematerialization_op|test_assume|test_trans_reshape": INSPECTS,
             "test_poison_return|test_tl_range_fuse|test_disable_licm": INSPECTS,

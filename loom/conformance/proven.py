@@ -1,10 +1,10 @@
-"""Kernels of others for all sizes: what `triton_loom.prove` says of each, and the table of it.
+"""Proofs of other projects' kernels for all sizes by `triton_loom.prove`, and the table of the results.
 
-A test launches a kernel with numbers. The extents of its tensors are taken for sizes (`triton_loom.prove.recording`),
-and the prover is asked about all of them. The contract that comes about in this way is a guess. Where it allows sizes
-that no caller gives, `ENSURED` has what callers ensure. A counterexample is a hazard of the kernel, or the contract is
-still too wide: every one is looked into, and what it turned out to be stands in `EXAMINED`. One that is not there is a
-failure, and so is a kernel that was proven in the documentation and is not any more.
+A test launches a kernel with numbers. The extents of its tensors become sizes (`triton_loom.prove.recording`), and the
+prover is asked about all of them. The resulting contract is a guess. Where it allows sizes that no caller passes,
+`ENSURED` has what callers ensure. A counterexample is a hazard of the kernel, or the contract is still too wide: each
+is examined, and the result recorded in `EXAMINED`. One that is not there is a failure, and so is a kernel that is
+proven in the documentation and no longer is.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .judge import matching
 from .projects import PROJECTS, Project
 from .report import DOCS, load, source
 
-Proof = dict[str, Any]  # what was said of a kernel, and under which contract; see `proof_of`
+Proof = dict[str, Any]  # the result for a kernel, and its contract; see `proof_of`
 
 
 class Examined(NamedTuple):
-    hazard: bool  # of the kernel, at sizes that a caller may give; else the guessed contract is too wide
+    hazard: bool  # of the kernel, at sizes that a caller may pass; else the guessed contract is too wide
     what: str
 
 
-# By project and kernel, each a pattern: what callers ensure of the sizes, which the numbers of a launch do not show.
+# By project and kernel, each a pattern: callers' guarantees about the sizes, which the numbers of a launch do not show.
 ENSURED: dict[tuple[str, ...], Any] = {
     # modulated_rms_norm.py:245: rows of scales divide the rows; rows_per_modulation is the quotient.
     ("liger", "_modulated_rms_norm_forward_kernel"): lambda s: [s["size_18"] == 9 * s["size_2"]],
     ("liger", "_modulated_rms_norm_backward_kernel"): lambda s: [s["n_rows"] == 9 * s["size_2"]],
-    # group_norm.py:209: channels are shared out among groups, three for each.
+    # group_norm.py:209: channels are divided among groups, three for each.
     ("liger", "_group_norm_forward_kernel"): lambda s: [
         s["size_12"] == 3 * s["Mean_row_stride"],
         s["Y_col_stride"] % 3 == 0,
@@ -46,7 +46,7 @@ ENSURED: dict[tuple[str, ...], Any] = {
     ],
     # poly_norm.py:233: there are three weights.
     ("liger", "_poly_norm_.*"): lambda s: [s["RSTD_row_stride"] == 3],
-    # dyt.py:137: of each program cdiv(N, 512) sums.
+    # dyt.py:137: cdiv(N, 512) sums for each program.
     ("liger", "_dyt_bwd_kernel"): lambda s: [s["size_2"] == 2],
     # swiglu.py:370: a row has both halves.
     ("liger", "_swiglu_fused_gate_up_.*"): lambda s: [s["in_stride"] == 2 * 190],
@@ -54,7 +54,7 @@ ENSURED: dict[tuple[str, ...], Any] = {
     ("liger", "_triton_qwen2vl_mrope"): lambda s: [s["size_3"] == 3],
     # llama4_rope.py:111: the dimension of a head is twice head_dim_half.
     ("liger", "_llama4_rope_kernel"): lambda s: [s["q_head_stride"] == 2 * 24],
-    # grpo_loss.py:665: there are logits of one token more than the L that count.
+    # grpo_loss.py:665: there are logits of one token more than the L that are used.
     ("liger", "_grpo_loss_.*"): lambda s: [s["size_12"] == 11 + 1],
     # fused_moe.py:80: two experts for each token, and an end of the last expert's rows behind the six beginnings. In
     # the test there are as many tiles of rows as experts, so that no other launches are meant.
@@ -86,35 +86,35 @@ ENSURED: dict[tuple[str, ...], Any] = {
     ("sglang", "_swiglu_oai_kernel"): lambda s: [s["stride_gm"] == 2 * s["n_inter"]],
 }
 
-# By project, kernel and kind of obligation, each a pattern: what a counterexample is.
+# Explanations of counterexamples by project, kernel and kind of obligation, each a pattern.
 EXAMINED: dict[tuple[str, ...], Examined] = {
     ("liger", "_group_norm_(forward|backward)_kernel", "overflow"): Examined(
         True,
-        "Offsets of a batch and of a channel have 32 bits: they wrap if X has more than 2<sup>31</sup> elements.",
+        "Batch and channel offsets have 32 bits: they wrap if X has more than 2<sup>31</sup> elements.",
     ),
     ("liger", "_attn_res_(fwd|bwd)_kernel", "overflow"): Examined(
         True,
-        "Offsets of blocks and tokens have 32 bits: they wrap if V has more than 2<sup>31</sup> elements.",
+        "Block and token offsets have 32 bits: they wrap if V has more than 2<sup>31</sup> elements.",
     ),
     ("liger", "_triton_qwen2vl_mrope", "overflow"): Examined(
         True,
-        "The angles of height and width lie bs * sl * hd behind those before them, which has 32 bits: from "
-        "2<sup>31</sup> on it wraps, 16,777,216 tokens of two sequences here.",
+        "The angles of height and width start bs * sl * hd elements after the ones before them. That offset has 32 "
+        "bits and wraps from 2<sup>31</sup> on, here at 16,777,216 tokens of two sequences.",
     ),
     ("liger", "_mask_(fwd|bwd)_kernel", "overflow"): Examined(
         True,
-        "The offset of a batch's head has 32 bits: it wraps if there are more than 2<sup>31</sup> scores, as 129 heads "
-        "of 4096 x 4096 have.",
+        "The offset of a batch's head has 32 bits: it wraps if there are more than 2<sup>31</sup> scores, as with 129 "
+        "heads of 4096 x 4096.",
     ),
     ("liger", "embedding_(forward|backward)_kernel", "overflow"): Examined(
         True,
-        "The offset of a token's row has 32 bits: it wraps if there are more than 2<sup>31</sup> elements, as 524,289 "
-        "tokens of 4096 have.",
+        "The offset of a token's row has 32 bits: it wraps if there are more than 2<sup>31</sup> elements, as with "
+        "524,289 tokens of 4096.",
     ),
     ("liger", "_fused_(up|down)_proj_.*|_moe_bwd_(down_proj|dX_expanded)_kernel", "race"): Examined(
         False,
-        "Tiles begin at different rows, which the kernel that makes their list sees to. The contract allows a list in "
-        "which two begin at the same.",
+        "Tiles begin at different rows, which the kernel that builds their list ensures. The contract allows a list in "
+        "which two begin at the same row.",
     ),
     (
         "sglang",
@@ -126,46 +126,55 @@ EXAMINED: dict[tuple[str, ...], Examined] = {
     ): Examined(True, "Offsets have 32 bits: they wrap in tensors of more than 2<sup>31</sup> elements."),
     ("sglang", "_argmax_partial_kernel", "overflow|step"): Examined(
         True,
-        "Offsets have 32 bits: they wrap in tensors of more than 2<sup>31</sup> elements, and in a row of 63 fewer, "
-        "whose length is rounded up.",
+        "Offsets have 32 bits: they wrap in tensors of more than 2<sup>31</sup> elements. A row of 63 fewer wraps "
+        "too, because its length is rounded up.",
     ),
     ("sglang", "awq_dequantize_kernel", "bounds"): Examined(
         False,
-        "The group size is a number of its own. It was taken for a product of sizes, which it equals in the test.",
+        "The group size is an argument of its own. The contract takes it for a product of sizes, which it equals in "
+        "the test.",
     ),
 }
 
 PAGE = DOCS / "proven.md"
 FIGURES = DOCS / "proven.json"
 HEADER = """\
-# The field's kernels, proven for all sizes
+# Kernels of other projects, proven for all sizes
 
-Kernels of public projects, as they are published, asked about by [`triton_loom.prove`](prove.md). Repeat it in `loom/`,
-on a machine without a GPU:
+See which kernels of public projects, as they are published, [`triton_loom.prove`](prove.md) proves for all sizes, and
+where it finds hazards. Repeat it in `loom/`, on a machine without a GPU:
 
 ```bash
 pip install './[prove]'
 python -m conformance run liger sglang --prove --limit 400   # install, run the tests, ask about each kernel
 python -m conformance table --prove                          # write this page and proven.json
 ```
-
-Each kernel is taken from the first test of [conformance](conformance.md) that launches it. Extents of its tensors
-become symbols, the **sizes**: from 1 up to the limit given, or to 2<sup>31</sup> - 1. Integers, strides and axes of the
-grid that were such an extent, a product of two, a number of tiles or a constant times one become that of the symbols.
-That is a guess: where a number fits by chance, the contract is not the one that the project's callers keep, so read it.
-All other numbers stay what they were in the test: **fixed** has those that the kernel is given, and an extent that
-equals one of its constants is fixed with it. **Assumed** is what callers ensure of the sizes, read from their code, and
-of how many tensors it is taken for granted which integers are in them. [proven.json](proven.json) has that in words,
-and the whole contract of every kernel. Where the **grid** is a number, races were looked for among so many programs;
-where it is 1 there are none to look for.
-
-- **accesses**: loads, stores and atomics, counted twice where Triton makes a kernel for 32 and one for 64-bit integers.
+"""
+TERMS = """\
+- **accesses**: loads, stores and atomics, counted twice if Triton makes a kernel for 32 and one for 64-bit integers.
 - **proven**: every obligation is, [of all kinds](prove.md#what-is-asked): bounds, overflow, races and so on.
-- **one size**: the same, but all sizes are constants of the kernel: it is proven for those of the test alone.
+- **one size**: the same, but all sizes are constants of the kernel. It is proven only for those of the test.
 - **hazard**: a counterexample at sizes that a caller may give. **too wide**: the contract allows sizes that no caller
-  gives. Below the table is what each of them is, and whether the sanitizer has confirmed it by a launch.
-- **unknown**: of some obligations, so many, the solver found neither a proof nor a counterexample.
-- **no answer**: within the limit of time (`--limit`), or the launch is of a kind that no contract is made of.
+  gives. The list below each table says what each of them is, and whether the sanitizer has confirmed it by a launch.
+- **unknown**: for that many obligations the solver found neither a proof nor a counterexample.
+- **no answer**: not within the time limit (`--limit`), or no contract can describe the launch.
+
+## The contracts
+
+Each kernel is taken from the first test of [conformance](conformance.md) that launches it. Its contract is inferred
+from that launch:
+
+- **Sizes** are the extents of its tensors. They become symbols, from 1 up to the limit given, or to 2<sup>31</sup> - 1.
+  Integers, strides and axes of the grid that equal such an extent, a product of two, a number of tiles or a constant
+  times one follow the symbols.
+- **Fixed** values stay what they were in the test: all other integers. An extent that equals one of the kernel's
+  constants is fixed with it.
+- **Assumed** is what callers ensure of the sizes, read from their code. "2 of memory" means that the contract assumes
+  which integers are in two tensors.
+- **Grid**: if it is a number, races were looked for among that many programs. If it is 1, there are none to look for.
+
+The inferred contract is a guess. If a number fits by chance, the contract is not the one that the project's callers
+keep, so read it: [proven.json](proven.json) has the whole contract of every kernel, with its assumptions in words.
 """
 
 
@@ -173,14 +182,14 @@ where it is 1 there are none to look for.
 
 
 def proof_of(project: str, kernel: str, launch: Any, test: str) -> Proof:
-    """What holds of the launches that are like this one."""
+    """Prove a kernel for all launches like this one; return the result as a `Proof`."""
     from triton_loom.prove import ContractError, prove
-    from triton_loom.prove.recording import described, fixed, generalised
+    from triton_loom.prove.recording import described, fixed, generalized
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         ensured = matching(ENSURED, project, kernel.rpartition(":")[2]) or (lambda sizes: ())
-        contract = generalised(launch, ensured=ensured)
+        contract = generalized(launch, ensured=ensured)
         report = prove(launch.kernel, contract)
     except ContractError as error:
         return unanswered(test, str(error))
@@ -193,7 +202,7 @@ def proof_of(project: str, kernel: str, launch: Any, test: str) -> Proof:
         "test": test,
         "verdict": report.verdict,
         "why": "",
-        "seconds": round(time.perf_counter() - begun, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "sizes": {size.name: size.high for size in contract.sizes if size.name not in numbers},
         "grid": [" ".join(str(axis).split()) for axis in contract.grid],
         "fixed": numbers,
@@ -216,41 +225,41 @@ def proof_of(project: str, kernel: str, launch: Any, test: str) -> Proof:
 
 
 def unanswered(test: str | None, why: str) -> Proof:
-    """Of a kernel that nothing is said of."""
+    """Return the proof of a kernel without an answer."""
     return {"test": test, "verdict": "none", "why": why, "seconds": 0, "open": []}
 
 
-# -- of what was said --
+# -- evaluation of proofs --
 
 
 def examined(project: Project, kernel: str, kind: str) -> Examined | None:
-    """What a counterexample is, if it was looked into."""
+    """Return the explanation of a counterexample, or None if it was not examined."""
     return matching(EXAMINED, project.name, kernel.rpartition(":")[2], kind)
 
 
 def judged(project: Project, kernel: str, proof: Proof) -> str:
-    """A proof in a word or two: a hazard counts more than a contract that is too wide."""
+    """Return the verdict of a proof in a word or two; a hazard takes precedence over a contract that is too wide."""
     if proof["verdict"] == "proven" and not proof["sizes"]:
         return "one size"
     if proof["verdict"] != "counterexample":
         return {"none": "no answer"}.get(proof["verdict"], str(proof["verdict"]))
-    known = [examined(project, kernel, kind) for kind in _refuted(proof)]
-    if None in known:
+    explanations = [examined(project, kernel, kind) for kind in _refuted(proof)]
+    if None in explanations:
         return "counterexample"
-    return "hazard" if any(each.hazard for each in known if each) else "too wide"
+    return "hazard" if any(each.hazard for each in explanations if each) else "too wide"
 
 
 def _refuted(proof: Proof) -> list[str]:
-    """The kinds of obligations that have a counterexample."""
+    """Return the kinds of obligations that have a counterexample."""
     return sorted({answer["kind"] for answer in proof["open"] if answer["verdict"] == "counterexample"})
 
 
 def unexplained(project: Project, proofs: dict[str, Proof]) -> list[str]:
-    """Counterexamples that nobody has looked into, and proofs of the documentation that are no more."""
-    told = json.loads(FIGURES.read_text()).get(project.name, {}) if FIGURES.exists() else {}
+    """Return counterexamples that nobody has examined, and documented proofs that no longer hold."""
+    documented = json.loads(FIGURES.read_text()).get(project.name, {}) if FIGURES.exists() else {}
     lost = [
         f"{project.name}: {kernel} is not proven any more"
-        for kernel, proof in told.get("kernels", {}).items()
+        for kernel, proof in documented.get("kernels", {}).items()
         if proof["verdict"] == "proven" and proofs.get(kernel, proof)["verdict"] != "proven"
     ]
     new = [
@@ -263,8 +272,9 @@ def unexplained(project: Project, proofs: dict[str, Proof]) -> list[str]:
 
 
 def table_of(project: Project, proofs: dict[str, Proof]) -> str:
-    """A row for each kernel, then what is not proven and why."""
+    """Return a row for each kernel, then what is not proven and why."""
     lines = [
+        f"<details><summary>All {len(proofs)} kernels</summary>\n",
         "| kernel | accesses | | sizes | grid | fixed | assumed | s |",
         "| --- | ---: | --- | --- | --- | --- | --- | ---: |",
     ]
@@ -276,13 +286,15 @@ def table_of(project: Project, proofs: dict[str, Proof]) -> str:
         memory = [f"{len(proof['assumed'])} of memory"] if proof.get("assumed") else []
         cells += ["; ".join([*proof.get("ensured", ()), *memory]), f"{proof['seconds']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", *_explained(project, proofs)])
+    return "\n".join([*lines, "\n</details>\n", *_explained(project, proofs)])
 
 
 def _numbers(proof: Proof) -> tuple[str, str, str]:
-    """What was a symbol, the programs of a launch, and what was no symbol."""
-    most = 2**31 - 1
-    sizes = [f"{name} ≤ {high}" if high != most else name for name, high in proof.get("sizes", {}).items()]
+    """Return the sizes, the grid, and the fixed values of a proof as texts."""
+    unlimited = 2**31 - 1
+    sizes = [
+        f"{name} ≤ {high}" if high != unlimited else name for name, high in proof.get("sizes", {}).items()
+    ]
     fixed = [f"{name} = {value}" for name, value in proof.get("fixed", {}).items()]
     axes = [axis for axis in proof.get("grid", ()) if axis != "1"] or ["1"]
     return ", ".join(sizes), f"`{' x '.join(axes)}`", ", ".join(fixed)
@@ -295,11 +307,11 @@ def _explained(project: Project, proofs: dict[str, Proof]) -> list[str]:
         for kind in _refuted(proof):
             answers = [a for a in proof["open"] if a["kind"] == kind and a["verdict"] == "counterexample"]
             confirmed = sum(answer["confirmed"] is True for answer in answers)
-            known = examined(project, kernel, kind)
-            what = known.what if known else "Not looked into."
+            explanation = examined(project, kernel, kind)
+            description = explanation.what if explanation else "Not looked into."
             first = next((a for a in answers if a["confirmed"]), answers[0])["text"]
             lines.append(
-                f"{name}, {kind}, {len(answers)} ({confirmed} confirmed by the sanitizer). {what} "
+                f"{name}, {kind}, {len(answers)} ({confirmed} confirmed by the sanitizer). {description} "
                 f"For instance, {first.partition(': ')[2]}."
             )
         unknown = [answer["text"] for answer in proof["open"] if answer["verdict"] == "unknown"]
@@ -311,7 +323,7 @@ def _explained(project: Project, proofs: dict[str, Proof]) -> list[str]:
 
 
 def totals(projects: Iterable[tuple[Project, dict[str, Proof]]]) -> str:
-    """A row for each project."""
+    """Return a row for each project."""
     columns = ("proven", "one size", "hazard", "too wide", "unknown", "no answer")
     lines = [
         f"| project | version | kernels | {' | '.join(columns)} | accesses | s |",
@@ -327,19 +339,21 @@ def totals(projects: Iterable[tuple[Project, dict[str, Proof]]]) -> str:
 
 
 def write() -> None:
-    """docs/proven.md and docs/proven.json."""
+    """Write docs/proven.md and docs/proven.json."""
     import torch
     import triton
     import triton_loom
     import z3
 
-    found = [(project, proofs) for project in PROJECTS if (proofs := load(project, ".proven.json", "proofs"))]
-    versions = f"Triton {triton.__version__}, Loom {triton_loom.__version__}, z3 {z3.get_version_string()}"
-    made = f"{date.today()}, torch {torch.__version__}, {versions}, two cores."
-    parts = [
-        f"## {project.name} {project.version}\n\n{table_of(project, proofs)}\n" for project, proofs in found
+    results = [
+        (project, proofs) for project in PROJECTS if (proofs := load(project, ".proven.json", "proofs"))
     ]
-    PAGE.write_text("\n".join([HEADER, made, "", totals(found), "", *parts]))
+    versions = f"Triton {triton.__version__}, Loom {triton_loom.__version__}, z3 {z3.get_version_string()}"
+    versions_line = f"{date.today()}, torch {torch.__version__}, {versions}, two cores."
+    parts = [
+        f"## {project.name} {project.version}\n\n{table_of(project, proofs)}\n" for project, proofs in results
+    ]
+    PAGE.write_text("\n".join([HEADER, versions_line, "", totals(results), "", TERMS, *parts]))
     figures = {
         project.name: {
             "version": project.version,
@@ -348,6 +362,6 @@ def write() -> None:
                 for kernel, proof in sorted(proofs.items())
             },
         }
-        for project, proofs in found
+        for project, proofs in results
     }
     FIGURES.write_text(json.dumps(figures, indent=1) + "\n")

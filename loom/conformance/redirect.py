@@ -1,7 +1,7 @@
-"""Lets a project that asks for a GPU find the CPU.
+"""Redirection of projects that ask for a GPU to the CPU.
 
-Kernels and their launches stay as they are. What changes is what torch answers about devices, and that an autotuner
-takes the first of its configurations instead of timing all of them.
+Kernels and their launches stay unchanged. Only torch's answers about devices change, and an autotuner takes the first
+of its configurations instead of timing all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GPU = ("cuda", "xpu", "npu")
 
 
 def to_cpu(device: Any) -> Any:
-    """The device to use where this one is asked for."""
+    """Return the device to use in place of the requested one."""
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     if isinstance(device, str) and device.split(":")[0] in GPU:
@@ -31,7 +31,7 @@ def to_cpu(device: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
+    """Function mode that creates tensors on the CPU if they are requested on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,14 +51,14 @@ class OnCpu(TorchFunctionMode):
 
 
 class Generator(torch.Generator):
-    """One that is asked for on a GPU is made on the CPU."""
+    """Generator that is created on the CPU if it is requested on a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls, to_cpu(device))  # type: ignore[call-arg]
 
 
 class GpuGenerator:
-    """The state of a GPU's generator, two 64-bit numbers: projects read the seed and the offset out of it."""
+    """State of a GPU's generator, two 64-bit integers: projects read the seed and the offset from it."""
 
     def __init__(self) -> None:
         self.state = [0, 0]
@@ -74,7 +74,7 @@ class GpuGenerator:
 
 
 def redirect(capability: tuple[int, int] = (9, 0)) -> None:
-    """From now on torch says that there is one GPU of this capability, and serves it with the CPU."""
+    """Make torch report one GPU of this capability from now on, and serve it with the CPU."""
     properties = SimpleNamespace(
         name="Loom",
         major=capability[0],
@@ -139,7 +139,7 @@ def redirect(capability: tuple[int, int] = (9, 0)) -> None:
 
 
 def take_first_configuration(launcher_class: type) -> None:
-    """An autotuner takes the first configuration that can be built, without a launch, by a launcher of this class, to
+    """Make autotuners take the first configuration that builds, without launching it (by a launcher of this class) to
     time it."""
     autotuner = triton.runtime.autotuner.Autotuner
     time = autotuner._bench
@@ -149,9 +149,9 @@ def take_first_configuration(launcher_class: type) -> None:
             return [math.inf] * 3
         self._do_bench = lambda launch, quantiles: launch() or [1.0, 1.0, 1.0]
         with mock.patch.object(launcher_class, "__call__", return_value=None):
-            took: list[float] = time(self, *args, config=config, **meta)
-        if took[0] != math.inf:
+            times: list[float] = time(self, *args, config=config, **meta)
+        if times[0] != math.inf:
             self.built_for = self.nargs
-        return took
+        return times
 
     autotuner._bench = build

@@ -1,4 +1,4 @@
-"""The table in the documentation: a row for each project, and beside it a file with a row for each kernel."""
+"""The table in the documentation, with a row for each project, and a CSV file with a row for each kernel."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from .sources import FIELD
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = FIELD / "results"
 HEADER = """\
-# The field's kernels on Loom
+# Kernels of other projects on Loom
 
-Public projects, as they are published, through Loom on CPU tensors. No kernel is changed. Written by
-`python -m conformance table`; [how it works](../conformance/__init__.py).
+See which kernels of public projects give the right result on the CPU, as they are published: no kernel is changed.
+`python -m conformance table`, run in `loom/`, writes this page ([how it works](../conformance/__init__.py)).
+"""
+TERMS = """\
+## What is counted
 
-A kernel is a function under `@triton.jit` that was launched. The project's own tests drive it, or a driver in
-`conformance/cases` where it has none that fit, and compare it with the project's own reference, at the project's own
-tolerance. Of each test the smallest sets of parameters are run, and an autotuner takes the first of its configurations.
+A kernel is a function under `@triton.jit` that was launched. The project's own tests drive it; if none fit, a driver in
+`loom/conformance/cases` does. Results are compared with the project's own reference, at the project's own tolerance.
+Each test runs with its smallest sets of parameters, and an autotuner takes the first of its configurations.
 
 - **tried**: a test asked for the kernel. **ran**: Loom built it and ran it to its end.
-- **right**: a test that ran it passed and none that ran it failed.
-- **checked**: a test that ran it came to its end with the sanitizer, too. **flagged**: the sanitizer had findings in
-  it; [found.md](found.md) has those that were looked into.
+- **right**: a test that ran it passed, and none that ran it failed.
+- **checked**: a test that ran it also finished under the sanitizer. **flagged**: the sanitizer had findings in it;
+  [found.md](found.md) has those that were looked into.
 - **tests passed**: of those that the project did not skip.
 
-Each kernel with the reason why it is not right is in [conformance.csv](conformance.csv).
+[conformance.csv](conformance.csv) lists each kernel, and why it is not right if it is not.
 """
 
 
@@ -45,21 +48,21 @@ def write() -> None:
         plain, sanitized = load(project, ".json"), load(project, ".sanitized.json")
         if not plain:
             continue
-        found = kernels(plain, sanitized, project.explain)
+        project_kernels = kernels(plain, sanitized, project.explain)
         counts = [
-            len(found),
-            sum(kernel.ran for kernel in found),
-            sum(kernel.right for kernel in found),
-            sum(kernel.checked for kernel in found),
-            sum(kernel.flagged for kernel in found),
+            len(project_kernels),
+            sum(kernel.ran for kernel in project_kernels),
+            sum(kernel.right for kernel in project_kernels),
+            sum(kernel.checked for kernel in project_kernels),
+            sum(kernel.flagged for kernel in project_kernels),
         ]
         total = [a + b for a, b in zip(total, counts, strict=True)]
         outcomes = [result["outcome"] for result in plain.values() if result["outcome"] != "skipped"]
         cells = [source(project), project.version, *counts, f"{outcomes.count('passed')} of {len(outcomes)}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-        rows += [row(project, kernel) for kernel in found]
+        rows += [row(project, kernel) for kernel in project_kernels]
         notes += list(explanations(project, plain))
-    made = f"{date.today()}, torch {torch.__version__}, Triton {triton.__version__}, Loom {triton_loom.__version__}."
+    tools = f"{date.today()}, torch {torch.__version__}, Triton {triton.__version__}, Loom {triton_loom.__version__}."
     table = [
         "| project | version | tried | ran | right | checked | flagged | tests passed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -67,7 +70,20 @@ def write() -> None:
         f"| all | | {' | '.join(f'**{count}**' for count in total)} | |",
     ]
     text = "\n".join(
-        [HEADER, made, "", *table, "", "## Tests that did not pass", "", "How many, and why.", "", *notes, ""]
+        [
+            HEADER,
+            tools,
+            "",
+            *table,
+            "",
+            TERMS,
+            "## Tests that did not pass",
+            "",
+            "How many, and why:",
+            "",
+            *notes,
+            "",
+        ]
     )
     (DOCS / "conformance.md").write_text(text)
     with open(DOCS / "conformance.csv", "w", newline="") as file:
@@ -79,7 +95,7 @@ def write() -> None:
 
 
 def load(project: Project, ending: str, what: str = "tests") -> Results:
-    """What earlier runs have kept, of all suites: by test, or by kernel if proofs are asked for."""
+    """Return the saved results of all suites: by test, or by kernel if `what` is "proofs"."""
     results: Results = {}
     for suite in project.suites:
         file = RESULTS / f"{project.name}.{suite.name}{ending}"
@@ -109,7 +125,7 @@ def row(project: Project, kernel: Kernel) -> list[Any]:
 
 
 def explanations(project: Project, results: Results) -> list[str]:
-    """The tests that did not pass, by reason."""
+    """Return the numbers of tests that did not pass, by reason."""
     reasons: dict[str, int] = {}
     for test, reason in failures(results):
         text = project.explain(test) or reason

@@ -1,4 +1,4 @@
-"""Runs tests in child processes: each test has a time limit, and one that ends its process ends no other."""
+"""Runner of tests in child processes: each test has a time limit, and a crash affects no other test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOM = Path(__file__).parent.parent
 
 
 class Run:
-    """The tests of one suite of a project, run in one child after the other until all have been."""
+    """The tests of one suite of a project, run in one child after another until all have run."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Run:
         self.results: dict[str, dict[str, Any]] = {}
         self.proofs: dict[str, dict[str, Any]] = {}  # by kernel; see `proven`
         self.selected: list[str] | None = None
-        self.scratch: list[Path] = []  # of the children; kept where something goes wrong, for their logs
+        self.scratch: list[Path] = []  # of the children; kept for their logs if something goes wrong
 
     @property
     def complete(self) -> bool:
         return self.selected is not None and len(self.results) == len(self.selected)
 
     def events(self) -> Iterator[str]:
-        """Runs everything; yields a line for each test that has ended."""
+        """Run everything; yield a line for each test that has ended."""
         failures = 0
         while not self.complete:
             before = len(self.results), len(self.proofs)
@@ -140,14 +140,14 @@ class Run:
                 child.wait()
 
     def _follow(self, child: subprocess.Popen[bytes], events: Path) -> Iterator[str]:
-        running, proving, began, rest = None, None, time.time(), ""
+        running, proving, start, rest = None, None, time.time(), ""
         with open(events) as file:
             while True:
-                ended = child.poll() is not None
+                has_ended = child.poll() is not None
                 *lines, rest = (rest + file.read()).split("\n")  # the last may be half written
                 for line in lines:
                     event = json.loads(line)
-                    began = time.time()
+                    start = time.time()
                     if event["event"] == "selected":
                         self.selected = [*event["tests"], *event["unreadable"]]
                         for unreadable, reason in event["unreadable"].items():
@@ -165,13 +165,13 @@ class Run:
                         running = None
                         yield self._take(event)
                 limit = self.limit if running else 10 * self.limit
-                if not ended and time.time() - began > limit:
-                    if proving:  # the next child runs the test again, and asks about its other kernels
+                if not has_ended and time.time() - start > limit:
+                    if proving:  # the next child runs the test again, and proves its other kernels
                         yield f"{self.project.name} {proving}: {self.proofs[proving]['why']}"
                     elif running:
                         yield self._take(_lost(running, f"no result within {self.limit:.0f} s"))
                     return
-                if ended:
+                if has_ended:
                     if proving:
                         self.proofs[proving]["why"] = f"the process ended with status {child.returncode}"
                     elif running:
@@ -185,8 +185,8 @@ class Run:
         self.results[test] = event
         count = f"{len(self.results)}/{len(self.selected or ())}"
         why = f"  {event['reason']}" if event["reason"] else ""
-        found = f"  {len(event['findings'])} findings" if event["findings"] else ""
-        return f"{self.project.name} {count} {event['outcome']} {event['seconds']} s {test}{found}{why}"
+        findings = f"  {len(event['findings'])} findings" if event["findings"] else ""
+        return f"{self.project.name} {count} {event['outcome']} {event['seconds']} s {test}{findings}{why}"
 
     def _take_proof(self, event: dict[str, Any]) -> str:
         kernel = event.pop("kernel")
@@ -196,7 +196,7 @@ class Run:
 
 
 def _capability(target: str) -> list[int]:
-    """Of a GPU, by its target.
+    """Return the capability of a GPU by its target.
 
     >>> _capability("sm_90")
     [9, 0]

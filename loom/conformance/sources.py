@@ -1,7 +1,7 @@
-"""Brings projects onto the machine: packages by pip, without their dependencies, and checkouts from GitHub.
+"""Installation of projects: packages by pip, without their dependencies, and checkouts from GitHub.
 
-Everything is kept in one directory, CONFORMANCE_FIELD or ~/.cache/triton-loom-conformance. What is there already is
-used as it is: a checkout may as well be put there by hand, as `<name>-<version>`.
+Everything is in one directory, CONFORMANCE_FIELD or ~/.cache/triton-loom-conformance. What exists is used unchanged, so
+a checkout can also be put there by hand, as `<name>-<version>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIELD = Path(os.environ.get("CONFORMANCE_FIELD", "~/.cache/triton-loom-conforman
 
 
 def bring(project: Project) -> list[Path]:
-    """The directories to import a project and what it needs from, the project's own first."""
+    """Install a project and its needs; return the directories to import them from, the project's own first."""
     own = FIELD / f"{project.name}-{project.version}"
     if project.pip:
         install(f"{project.pip}=={project.version}", own)
@@ -30,19 +30,19 @@ def bring(project: Project) -> list[Path]:
 
 
 def tests_of(project: Project) -> Path:
-    """The directory that a project's own tests are in."""
+    """Return the directory of a project's own tests."""
     if project.tests is None:
         return bring(project)[0]
-    where = FIELD / f"{project.name}-tests-{project.tests.partition('@')[2]}"
-    check_out(project.tests, where)
-    return where
+    target = FIELD / f"{project.name}-tests-{project.tests.partition('@')[2]}"
+    check_out(project.tests, target)
+    return target
 
 
-def install(requirement: str, where: Path) -> None:
-    """Without dependencies: no other torch may come along."""
-    if where.exists():
+def install(requirement: str, target: Path) -> None:
+    """Install a package without its dependencies, so that no other torch comes along."""
+    if target.exists():
         return
-    begun = where.with_name(where.name + ".part")
+    part = target.with_name(target.name + ".part")
     command = [
         sys.executable,
         "-m",
@@ -51,31 +51,31 @@ def install(requirement: str, where: Path) -> None:
         "-qq",
         "--no-deps",
         "--target",
-        str(begun),
+        str(part),
         requirement,
     ]
-    _whole(command, begun, where)
+    _run_then_rename(command, part, target)
 
 
-def check_out(repository: str, where: Path) -> None:
-    """Of a repository on GitHub, owner/name@version."""
-    if where.exists():
+def check_out(repository: str, target: Path) -> None:
+    """Check out a GitHub repository, given as owner/name@version."""
+    if target.exists():
         return
     name, _, version = repository.partition("@")
     url = f"https://github.com/{name}"
-    begun = where.with_name(where.name + ".part")
+    part = target.with_name(target.name + ".part")
     steps = [
-        f"git init -q {begun}",
-        f"cd {begun}",
+        f"git init -q {part}",
+        f"cd {part}",
         f"git fetch -q --depth 1 {url} {version}",
         "git checkout -q FETCH_HEAD",
     ]
-    _whole(["sh", "-c", " && ".join(steps)], begun, where)
+    _run_then_rename(["sh", "-c", " && ".join(steps)], part, target)
 
 
-def _whole(command: list[str], begun: Path, where: Path) -> None:
-    """What is in place is complete: it gets its name at the end."""
-    where.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(begun, ignore_errors=True)
+def _run_then_rename(command: list[str], part: Path, target: Path) -> None:
+    """Run a command that creates `part`, then rename it, so that whatever is at `target` is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
     subprocess.run(command, check=True)
-    begun.rename(where)
+    part.rename(target)

@@ -2,8 +2,8 @@
 
     out[i] = x[i] + y[i]
 
-The vector is cut into blocks of BLOCK_SIZE neighbours and one program handles one block. The last block
-may stick out over the end of the vector: a mask keeps its spare lanes away from memory.
+The vector is split into blocks of BLOCK_SIZE elements, and one program handles one block. The last block may
+extend past the end of the vector: a mask keeps its spare lanes away from memory.
 """
 
 import torch
@@ -22,7 +22,7 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x + y for two contiguous tensors of one shape and dtype."""
+    """Return x + y for two contiguous tensors of one shape and dtype."""
     out = torch.empty_like(x)
     n_elements = out.numel()
 

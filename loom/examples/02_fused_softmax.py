@@ -2,11 +2,11 @@
 
     m_i = max_j x_ij        out_ij = exp(x_ij - m_i) / sum_k exp(x_ik - m_i)
 
-Done step by step, each of the five operations above walks through memory. A row that fits in one program's
+Done one by one, each of the five operations above passes over memory. A row that fits in one program's
 registers needs to be read only once. The block size must be a power of two, so it is the row length rounded
-up, and the spare lanes hold -inf: they cannot win the maximum and add exp(-inf) = 0 to the sum.
+up; the spare lanes hold -inf, which never is the maximum and adds exp(-inf) = 0 to the sum.
 
-There are fewer programs than rows: each starts at its own index and strides on by the number of programs,
+There are fewer programs than rows: each starts at its own index and advances by the number of programs,
 which lets `num_stages` overlap the next row's load with this row's arithmetic.
 """
 
@@ -38,7 +38,7 @@ def softmax_kernel(
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension of a matrix whose rows are contiguous."""
+    """Return the softmax over the last dimension of a matrix whose rows are contiguous."""
     n_rows, n_cols = x.shape
     out = torch.empty_like(x)
     num_programs = min(n_rows, 64)

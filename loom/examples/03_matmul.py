@@ -2,18 +2,18 @@
 
     c[m, n] = activation(sum_k a[m, k] * b[k, n])
 
-A program owns one BLOCK_SIZE_M x BLOCK_SIZE_N tile of c. It walks along k in steps of BLOCK_SIZE_K, moves its
-two blocks of pointers by one step each time, and accumulates in float32.
+A program computes one BLOCK_SIZE_M x BLOCK_SIZE_N tile of c. It loops over k in steps of BLOCK_SIZE_K, advances
+its two blocks of pointers by one step each time, and accumulates in float32.
 
-Ordering: neighbouring programs run at about the same time, so they should want the same data. Launched row
-by row, a wave of programs reads all of b for one strip of a. Launched in groups of GROUP_SIZE_M tile rows,
-column by column inside the group, the same number of programs covers a squarer piece of c and reads less:
+Ordering: neighboring programs run at about the same time, so they should need the same data. Launched row by
+row, a wave of programs reads all of b for one strip of a. Launched in groups of GROUP_SIZE_M tile rows, column
+by column inside the group, the same number of programs covers a squarer part of c and reads less:
 
     row by row   0 1 2 3      grouped by 2   0 2 4 6
                  4 5 6 7                     1 3 5 7
 
-Edges: rows and columns past the end wrap round (`% M`, `% N`), so that those loads need no mask; what they
-compute is never stored. Only k needs a mask, because its tail enters the sum.
+Edges: rows and columns past the end wrap around (`% M`, `% N`), so that their loads need no mask; their
+results are never stored. Only k needs a mask, because its tail enters the sum.
 """
 
 import torch
@@ -82,7 +82,7 @@ def matmul_kernel(
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, activation: str = "") -> torch.Tensor:
-    """activation(a @ b) for matrices of one dtype and any strides; the result has that dtype."""
+    """Return activation(a @ b) for matrices of one dtype and any strides; the result has that dtype."""
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"inner sizes differ: {tuple(a.shape)} @ {tuple(b.shape)}")
     M, K = a.shape
@@ -118,7 +118,7 @@ def main() -> None:
     b = torch.rand((512, 512), device=device, dtype=torch.float16) - 0.5
     error = (matmul(a, b) - a.float() @ b.float()).abs().max().item()
     print(f"matmul: max error {error:.2e}")
-    assert error < 5e-3, "more than the rounding of results between 8 and 16 to float16, which is 2^-8"
+    assert error < 5e-3, "more than the rounding error of results between 8 and 16 in float16, which is 2^-8"
 
 
 if __name__ == "__main__":

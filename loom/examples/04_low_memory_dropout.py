@@ -4,7 +4,7 @@
 
 Ordinary dropout stores one flag per element, because the backward pass must drop the same elements again.
 Triton's generator (Philox) is a pure function of a seed and a counter: with the element's index as the
-counter, the mask can be computed again whenever it is needed, and all that must be kept is one integer.
+counter, the mask can be recomputed whenever it is needed, and only one integer must be stored.
 """
 
 import torch

@@ -1,20 +1,20 @@
-"""Layer normalisation with its backward pass.
+"""Layer normalization with its backward pass.
 
 Forward, for each row of N features:
 
     mean = sum(x) / N        var = sum((x - mean)^2) / N        rstd = 1 / sqrt(var + eps)
     xhat = (x - mean) * rstd        y = xhat * w + b
 
-Backward. Every feature of x also moves its row's mean and variance, hence the two projections c1 and c2;
+Backward. Every feature of x also affects its row's mean and variance, hence the two projections c1 and c2;
 w and b are shared by all rows, hence the sums:
 
     c1 = sum(xhat * w * dy) / N        c2 = sum(w * dy) / N
     dx = (w * dy - xhat * c1 - c2) * rstd        dw = sum_rows(dy * xhat)        db = sum_rows(dy)
 
-The sums over rows are made in two steps. Row r adds its contribution to buffer r % GROUP_SIZE_M of a few
-partial sums; a lock per buffer (taken by compare-and-swap, given back by exchange) lets one program at a time
-read, add and write. A second kernel adds the buffers up. The programs of a group may arrive in any order, so
-the last bits of dw and db depend on that order wherever programs really run at once.
+The sums over rows take two steps. Row r adds its contribution to buffer r % GROUP_SIZE_M of a few partial
+sums; a lock per buffer (acquired by compare-and-swap, released by exchange) lets one program at a time read,
+add and write. A second kernel adds the buffers. The programs of a group may arrive in any order, so the last
+bits of dw and db depend on that order if programs really run in parallel.
 """
 
 import torch
@@ -41,8 +41,8 @@ def layer_norm_fwd_kernel(
         cols = start + tl.arange(0, BLOCK_SIZE)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         # The spare lanes would each add mean^2.
-        centred = tl.where(cols < N, x - mean, 0.0)
-        squares += centred * centred
+        centered = tl.where(cols < N, x - mean, 0.0)
+        squares += centered * centered
     rstd = 1 / tl.sqrt(tl.sum(squares, axis=0) / N + eps)
 
     tl.store(mean_ptr + row, mean)
@@ -191,7 +191,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """Layer normalisation over the last dimension of a contiguous x; differentiable."""
+    """Return the layer normalization over the last dimension of a contiguous x; differentiable."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     return LayerNorm.apply(x, weight, bias, eps)

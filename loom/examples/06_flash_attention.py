@@ -2,9 +2,9 @@
 
     out_i = sum_j softmax_j(scale * q_i . k_j) v_j
 
-A program holds one block of queries and walks over blocks of keys and values. Softmax needs the maximum and
-the sum of a whole row, so it is made online: the running maximum m, the running sum l and the running output
-acc are all relative to the maximum seen so far, and are rescaled when a larger one appears.
+A program holds one block of queries and loops over blocks of keys and values. Softmax needs the maximum and
+the sum of a whole row, so it is computed online: the running max m, the running sum l and the accumulator acc
+are all relative to the maximum so far, and are rescaled by alpha = 2^(m - m') when a larger one appears.
 
     m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = l * 2^(m - m') + sum_j p_j
     acc' = acc * 2^(m - m') + sum_j p_j v_j
@@ -12,7 +12,7 @@ acc are all relative to the maximum seen so far, and are rescaled when a larger 
 exp2 is what the hardware has, so scores carry a factor log2(e) from the start: s = q . k * scale * log2(e).
 
 With a causal mask, query i sees keys 0..i. Blocks of keys left of the diagonal need no mask, the blocks on it
-do, and the ones right of it are never visited: two calls of one inner loop, told apart by MASKED.
+do, and those right of it are never visited: hence two calls of one inner loop, with MASKED off and on.
 """
 
 import torch
@@ -49,18 +49,18 @@ def attention_inner(
             k = tl.load(k_ptrs + start_n * stride_kn)  # [HEAD_DIM, BLOCK_N]
             v = tl.load(v_ptrs + start_n * stride_vn)  # [BLOCK_N, HEAD_DIM]
 
-        s = tl.dot(q, k) * qk_scale  # [BLOCK_M, BLOCK_N]
+        qk = tl.dot(q, k) * qk_scale  # [BLOCK_M, BLOCK_N]
         if MASKED:
             # Each row sees at least the first key of the first block, so m_new is finite from then on.
             visible = in_range[None, :]
             if CAUSAL:
                 visible = visible & (q_rows[:, None] >= keys[None, :])
-            s = tl.where(visible, s, -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.math.exp2(s - m_new[:, None])
-        rescale = tl.math.exp2(m_i - m_new)
-        l_i = l_i * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
+            qk = tl.where(visible, qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        p = tl.math.exp2(qk - m_new[:, None])
+        alpha = tl.math.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc)
         m_i = m_new
     return acc, l_i, m_i
@@ -128,7 +128,7 @@ def attention_fwd_kernel(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, sm_scale: float | None = None
 ) -> torch.Tensor:
-    """Attention over contiguous q, k, v of shape [batch, heads, sequence, head_dim].
+    """Return attention over contiguous q, k, v of shape [batch, heads, sequence, head_dim].
 
     head_dim is 16, 32, 64, 128 or 256, the sequence has any length, sm_scale is 1/sqrt(head_dim) by default.
     """

@@ -1,8 +1,8 @@
-"""PTX instructions run many at a time, without Triton: `codegen.assembly` writes a C++ function for each text, one
-library has them all, and every bit of every result is compared with a reference that shares no code with it.
+"""Execution of many PTX instructions at a time, without Triton: `codegen.assembly` writes a C++ function for each text,
+one library has them all, and every bit of every result is compared with a reference that shares no code with it.
 
-Integers are Python's, of any size; floats are NumPy's, with a rounding to odd in float64 where a result is still to be
-rounded; the small formats are tables in which rounding is a search (`formats.py`).
+Integers are Python's, of any size; floats are NumPy's, rounded to odd in float64 where a result is rounded again; the
+small formats are tables in which rounding is a search (`formats.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reference = Callable[..., Array]
 
 @dataclass(frozen=True)
 class Case:
-    """A text for {a}, {b}, {c} that leaves `bits` bits in {d}, and what they have to be."""
+    """A text for {a}, {b}, {c} that leaves `bits` bits in {d}, and their expected value."""
 
     text: str
     bits: int
@@ -53,8 +53,8 @@ LETTERS = {16: "h", 32: "r", 64: "l"}
 
 
 def execute(batches: Sequence[Batch], quick: bool = False) -> list[list[Array]]:
-    """The results of every case of every batch, all of them compiled at once: as any kernel is, or `quick` as
-    kernels under `sanitize()` are, in half the time."""
+    """Return the results of every case of every batch, compiled together: like any kernel, or with `quick` like kernels
+    under `sanitize()`, in half the time."""
     cases = [(batch, case) for batch in batches for case in batch.cases]
     # add.f32 and add.rn.f32 are one function.
     bodies = ["\n".join(assembly.function(operation(batch, case), "NAME")) for batch, case in cases]
@@ -71,7 +71,7 @@ def execute(batches: Sequence[Batch], quick: bool = False) -> list[list[Array]]:
 
 
 def operation(batch: Batch, case: Case) -> Op:
-    """What stock Triton makes of the text: {d} is $0, and the inputs follow."""
+    """Return the operation that stock Triton makes of a text: {d} is $0, and the inputs follow."""
     widths = [8 * array.dtype.itemsize for array in batch.inputs]
     return Op(
         "tt.elementwise_inline_asm",
@@ -94,18 +94,18 @@ def call(function: int, batch: Batch, case: Case) -> Array:
 
 
 def verify(batches: Sequence[Batch], quick: bool = False) -> None:
-    """Every bit of every case is as its reference says."""
+    """Assert that every bit of every case equals its reference."""
     with np.errstate(all="ignore"):
         for batch, results in zip(batches, execute(batches, quick), strict=True):
             for case, got in zip(batch.cases, results, strict=True):
-                wanted = case.reference(*batch.inputs)
-                assert wanted.dtype == got.dtype, case.text
-                wrong = np.flatnonzero(got != wanted)
+                expected = case.reference(*batch.inputs)
+                assert expected.dtype == got.dtype, case.text
+                wrong = np.flatnonzero(got != expected)
                 if len(wrong):
                     i = wrong[0]
-                    given = [hex(int(array[i])) for array in batch.inputs]
+                    inputs = [hex(int(array[i])) for array in batch.inputs]
                     raise AssertionError(
-                        f"{case.text} of {given}: {int(got[i]):#x}, not {int(wanted[i]):#x}; {len(wrong)} wrong"
+                        f"{case.text} of {inputs}: {int(got[i]):#x}, not {int(expected[i]):#x}; {len(wrong)} wrong"
                     )
 
 
@@ -117,7 +117,7 @@ def any_bits(bits: int, count: int) -> Array:
 
 
 def integer_inputs(bits: int, count: int = 3) -> tuple[Array, ...]:
-    """Any number, small ones, and the ends of the range; all pairs of the latter."""
+    """Return random numbers, small ones, and the ends of the range, these in all pairs."""
     ends = [0, 1, 2, 3, (1 << bits) - 1, (1 << bits) - 2, 1 << (bits - 1), (1 << (bits - 1)) - 1]
     pairs = np.array(list(itertools.product(ends, repeat=2)), np.uint64)
     columns = [pairs[:, i % 2] for i in range(count)]
@@ -132,14 +132,14 @@ def integer_inputs(bits: int, count: int = 3) -> tuple[Array, ...]:
 
 
 def number(value: int, kind: str) -> int:
-    """What the bits of a register are in a type such as s16."""
+    """Return the value of a register's bits in a type such as s16."""
     bits = int(kind[1:])
     value &= (1 << bits) - 1
     return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
 
 
 def of_integers(f: Callable[..., int], kinds: str, bits: int) -> Reference:
-    """f of Python integers that the registers are in these types, as the low bits of its result."""
+    """Return a function of registers that applies f to their Python integers in these types; low bits of the result."""
 
     def reference(*arrays: Array) -> Array:
         split = kinds.split()
@@ -160,7 +160,7 @@ def f32(bits: Array) -> Array:
 
 
 def bits32(x: Array, ftz: bool = False, sat: bool = False) -> Array:
-    """The bits of f32 results: PTX's NaN, and what .ftz and .sat make of them."""
+    """Return the bits of f32 results, with PTX's NaN and after .ftz and .sat."""
     u = np.ascontiguousarray(x, np.float32).view(np.uint32)
     u = np.where(np.isnan(x), NAN32, u)
     u = flushed32(u) if ftz else u
@@ -174,7 +174,7 @@ def flushed32(bits: Array) -> Array:
 
 
 def to_odd(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: whatever rounds it next, to fewer bits, rounds the exact sum."""
+    """Return a + b in float64, rounded to odd, so that rounding it to fewer bits rounds the exact sum."""
     s = a + b
     part = s - a
     error = (a - (s - part)) + (b - part)
@@ -185,7 +185,7 @@ def to_odd(a: Array, b: Array) -> Array:
 
 
 def half_bits(format_: Format, x: Array, ftz: bool = False, sat: bool = False, relu: bool = False) -> Array:
-    """float64 numbers (to odd, where inexact) as codes: PTX's NaN, and what the modifiers make of them."""
+    """Return codes of float64 numbers (rounded to odd if inexact), with PTX's NaN and after the modifiers."""
     if sat:
         x = np.where(np.isnan(x), 0, np.clip(x, 0, 1)) + 0.0
     code = np.where(np.isnan(x), NAN16, format_.encode(x))

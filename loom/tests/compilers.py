@@ -1,4 +1,4 @@
-"""The compilers and instruction sets that Loom's headers are tested with, and how they are called."""
+"""The compilers and instruction sets that Loom's headers are tested with, and their command lines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ FLAGS = [
 
 
 def library(source: str, *compiler: str) -> ctypes.CDLL:
-    """What a compiler, called with these options and FLAGS, makes of C++ text.
+    """Compile C++ text with these options and FLAGS; return the library.
 
-    It is kept in Triton's cache: processes that share the work of one run need not build it each for themselves.
+    It is kept in Triton's cache, so that processes that share one test run build it only once.
     """
     command = [*compiler, *FLAGS]
     program = os.stat(os.path.realpath(shutil.which(compiler[0]) or compiler[0]))
     headers = [file.read_bytes() for file in sorted(INCLUDE.glob("*.h"))]
-    made_from = (command, source, headers, program.st_size, program.st_mtime_ns, toolchain.processor())
-    product = Path(storage.room("loom-tests"), hashlib.sha256(repr(made_from).encode()).hexdigest() + ".so")
+    inputs = (command, source, headers, program.st_size, program.st_mtime_ns, toolchain.processor())
+    product = Path(storage.room("loom-tests"), hashlib.sha256(repr(inputs).encode()).hexdigest() + ".so")
     if not product.exists():
         product.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=product.parent) as own:
-            text, made = Path(own, "text.cpp"), Path(own, "made.so")
+            text, output = Path(own, "text.cpp"), Path(own, "made.so")
             text.write_text(source)
-            subprocess.run([*command, str(text), "-o", str(made), "-lm"], check=True)
-            made.replace(product)
+            subprocess.run([*command, str(text), "-o", str(output), "-lm"], check=True)
+            output.replace(product)
     return ctypes.CDLL(str(product))

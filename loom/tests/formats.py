@@ -1,7 +1,7 @@
-"""Number formats from their definition: what each code means, and which code is nearest to a number.
+"""Number formats from their definition: the value of each code, and the code nearest to a number.
 
 Every format is a table of all its values, and rounding is a search in that table. Numbers may be float64 or
-NumPy's long double, which holds every 64-bit integer; both hold each value and each midpoint exactly.
+NumPy's long double, which represents every 64-bit integer; both represent each value and each midpoint exactly.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Format:
-    """A sign, `exponent` bits with a bias, `mantissa` bits.
+    """A float format: a sign, `exponent` bits with a bias, `mantissa` bits.
 
-    kind    "ieee": infinities and NaN at the largest exponent; too large becomes infinite
-            "finite": the largest exponent holds numbers too, all ones is NaN; saturates
-            "fnuz": as "finite", but the code of minus zero is the only NaN; saturates
+    kind    "ieee": infinities and NaN at the largest exponent; too large values become infinite
+            "finite": the largest exponent has numbers too, all ones is NaN; saturates
+            "fnuz": like "finite", but the code of minus zero is the only NaN; saturates
     """
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Format:
 
     @cached_property
     def magnitudes(self) -> np.ndarray:
-        """The non-negative finite values, by code; where there is an infinity, what would be in its place."""
+        """Return the non-negative finite values, by code; an infinity is replaced by the value that would follow."""
         codes = np.arange(self.sign)
         exponent, fraction = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         normal = exponent > 0
@@ -52,7 +52,7 @@ class Format:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """The value of every code, NaN and infinities included."""
+        """Return the value of every code, NaN and infinities included."""
         half = np.full(self.sign, np.nan)
         half[: len(self.magnitudes)] = self.magnitudes
         if self.kind == "ieee":
@@ -67,7 +67,7 @@ class Format:
         return float(np.nanmax(self.values[np.isfinite(self.values)]))
 
     def encode(self, numbers: np.ndarray, toward_zero: bool = False) -> np.ndarray:
-        """The code of each number: nearest, ties to the even code; or the next one towards zero."""
+        """Return the code of each number: nearest, ties to the even code; or the next one toward zero."""
         magnitude = np.abs(numbers)
         finite = np.isfinite(numbers)
         if self.saturates:
@@ -92,11 +92,11 @@ class Format:
         return torch.from_numpy(codes.astype(f"u{self.dtype.itemsize}")).view(self.dtype)
 
     def numbers(self, tensor: torch.Tensor) -> np.ndarray:
-        """The float64 values of a tensor of this format."""
+        """Return the float64 values of a tensor of this format."""
         return self.values[tensor.contiguous().view(CODES[self.dtype.itemsize]).numpy()]
 
     def boundaries(self) -> np.ndarray:
-        """Every float32 around which rounding changes: each value and each midpoint, and two neighbours each
+        """Return every float32 around which rounding changes: each value and each midpoint, and two neighbors each
         way, of either sign; with the extremes of float32 itself."""
         grid = np.append(self.magnitudes, 2 * self.magnitudes[-1])
         with np.errstate(over="ignore"):
@@ -121,7 +121,7 @@ FORMATS = {f.dtype: f for f in (F16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 
 
 def rounded(numbers: np.ndarray, dtype: torch.dtype, toward_zero: bool = False) -> torch.Tensor:
-    """A tensor of `dtype` with these numbers, each rounded once."""
+    """Return a tensor of `dtype` with these numbers, each rounded once."""
     if dtype in FORMATS:
         return FORMATS[dtype].tensor(FORMATS[dtype].encode(numbers, toward_zero))
     with np.errstate(over="ignore"):
@@ -134,7 +134,7 @@ def rounded(numbers: np.ndarray, dtype: torch.dtype, toward_zero: bool = False) 
 
 
 def exact(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor of any float type, as float64."""
+    """Return the values of a tensor of any float type, as float64."""
     if tensor.dtype in FORMATS:
         return FORMATS[tensor.dtype].numbers(tensor)
     return tensor.double().numpy()
@@ -150,7 +150,7 @@ SMALL = {"e4m3": E4M3, "e5m2": E5M2, "e2m3": E2M3, "e3m2": E3M2, "e2m1": E2M1}
 
 
 def small_code(name: str, x: np.ndarray) -> np.ndarray:
-    """The code of numbers in a small format, to nearest: from `magnitudes`, since these formats have a minus zero."""
+    """Return the nearest codes of a small format, from `magnitudes`, because these formats have a minus zero."""
     format_ = SMALL[name]
     if name in ("e4m3", "e5m2"):
         return format_.encode(x).astype(np.uint32)

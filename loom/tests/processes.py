@@ -1,5 +1,5 @@
-"""Python processes that begin with PyTorch and Triton imported. Loom reads its environment variables, and looks for its
-compiler, only when something is launched."""
+"""Python processes that start with PyTorch and Triton imported. Loom reads its environment variables, and looks for its
+compiler, only at a launch."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def _forks() -> Forks:
 
 
 def run_python(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python script ...` or `python -m module ...` does, says and returns."""
+    """Run `python script ...` or `python -m module ...`; return the completed process with its output."""
     return _forks().run(*arguments, COLUMNS="200", **environment)

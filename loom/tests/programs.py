@@ -1,12 +1,12 @@
-"""Random Triton programs: drawn, written as source, and evaluated step by step by the reference.
+"""Random Triton programs: generated, written as source, and evaluated step by step by the reference.
 
 A program is a list of steps. Each applies one operation to earlier values and names its result; loads and
 stores are steps too, and loops and conditionals are steps that contain steps. One such list is both a Triton
 kernel (`Program.source`) and a computation on NumPy arrays (`Machine`).
 
-What follows from exact operations is compared bit for bit. The result of any other operation is always
-stored; the evaluation checks what the kernel stored against what the reference allows, and goes on from that.
-So the error allowed to one operation never blurs the check of the next.
+Results of exact operations are compared bit for bit. The result of any other operation is always stored; the
+evaluation checks the stored value against the reference's interval, and continues from the stored value. So the
+error of one operation never weakens the check of the next.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ GUARD = 16  # elements on both sides of a buffer that nobody may touch
 
 @dataclass(frozen=True)
 class Var:
-    """A value of the program, under its name in the source."""
+    """A value of the program, with its name in the source."""
 
     name: str
     shape: Shape
@@ -81,7 +81,7 @@ Number = int | str  # a literal, or the name of an argument
 
 @dataclass(frozen=True)
 class Access:
-    """Which element of a buffer belongs to each element of a tile, and which of them are touched."""
+    """Mapping of a tile's elements to a buffer's elements, and the subset that is touched."""
 
     buffer: Buffer
     shape: Shape
@@ -92,13 +92,13 @@ class Access:
     mask: Var | None = None  # touched where it is set
     row: Var | None = None  # a scalar that selects one of ROWS parts of the buffer
     offsets: Var | None = None  # a tile of integers, in place of strides
-    pointer: str = ""  # a loop's variable that holds the addresses, which move by `pace` in each turn
+    pointer: str = ""  # a loop variable with the addresses, which advance by `pace` in each iteration
     pace: Number = 0
     turn: Var | None = None
 
     @property
     def unique(self) -> bool:
-        """Whether no two elements of a tile share an address."""
+        """Return whether no two elements of a tile share an address."""
         return self.offsets is None and 0 not in self.strides
 
 
@@ -146,12 +146,12 @@ Memory = dict[str, Array]  # buffers by name, with what guards them
 
 
 class Mismatch(AssertionError):
-    """The kernel's result is not what it should be."""
+    """Error: the kernel's result differs from the reference."""
 
 
 @dataclass
 class Machine:
-    """One instance of a program, executed on `memory`, next to the memory that the kernel left behind."""
+    """Interpreter of an instance of a program on `memory`, next to the memory that the kernel left behind."""
 
     memory: Memory
     observed: Memory
@@ -202,16 +202,16 @@ class Machine:
         return touched & self.value(access.mask) if access.mask is not None else touched
 
     def load(self, step: Step) -> None:
-        touched, where = self.touched(step.place), self.addresses(step.place)
-        value = step.target.decode(self.memory[step.place.buffer.name][np.where(touched, where, 0)])
+        touched, addresses = self.touched(step.place), self.addresses(step.place)
+        value = step.target.decode(self.memory[step.place.buffer.name][np.where(touched, addresses, 0)])
         if step.args:
             value = np.where(touched, value, self.value(step.args[0]))
         self.values[step.results[0].name] = value
 
     def store(self, step: Step) -> None:
-        touched, where = self.touched(step.place), self.addresses(step.place)
+        touched, addresses = self.touched(step.place), self.addresses(step.place)
         encoded = step.source.encode(self.value(step.args[0]))
-        self.memory[step.place.buffer.name][where[touched]] = encoded[touched]
+        self.memory[step.place.buffer.name][addresses[touched]] = encoded[touched]
 
     def loop(self, step: Step) -> None:
         carried = [self.value(v) for v in step.args]
@@ -224,9 +224,9 @@ class Machine:
         self.values |= dict(zip(names, carried, strict=True))
 
     def branch(self, step: Step) -> None:
-        taken = 0 if self.value(step.args[0]) else 1
-        self.run(step.blocks[taken])
-        self.values[step.results[0].name] = self.value(step.params["ends"][taken])
+        chosen_block = 0 if self.value(step.args[0]) else 1
+        self.run(step.blocks[chosen_block])
+        self.values[step.results[0].name] = self.value(step.params["ends"][chosen_block])
 
     def result(self, step: Step) -> Array:
         result = OPERATIONS[step.op].evaluate(step, *(self.value(v) for v in step.args))
@@ -236,7 +236,7 @@ class Machine:
         return result.astype(step.target.array, copy=False)
 
     def confirmed(self, step: Step, right: Within) -> Array:
-        """What the kernel has stored, if that is right."""
+        """Return the value that the kernel stored, after checking it."""
         stored = self.observed[step.place.buffer.name][self.addresses(step.place)]
         kernel = step.target.decode(stored)
         wrong = ~right.holds(step.target, kernel)
@@ -295,7 +295,7 @@ class Program:
         return sum(step.op == "store" for step in walk(self.steps))
 
     def kernel(self, directory: Path) -> Any:
-        """The kernel, from a file of its own: Triton reads the source of a function from where it came."""
+        """Return the kernel, from a file of its own: Triton reads a function's source from its file."""
         path = directory / f"program_{zlib.crc32(self.source.encode()):08x}.py"
         path.write_text(self.source)
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -306,7 +306,7 @@ class Program:
         return module.kernel
 
     def memory(self, launch: int) -> Memory:
-        """Before a launch: numbers in what is loaded, and 0xA5 everywhere else."""
+        """Return memory for a launch: numbers where it is loaded, and 0xA5 everywhere else."""
         random = np.random.default_rng([self.seed, launch])
         loaded = {step.place.buffer for step in walk(self.steps) if step.op == "load"}
         memory = {}
@@ -319,7 +319,7 @@ class Program:
         return memory
 
     def launched(self, kernel: Any, launch: int) -> Memory:
-        """Memory after a launch of the kernel."""
+        """Return the memory after a launch of the kernel."""
         memory = self.memory(launch)
         tensors = [torch.from_numpy(memory[b.name])[GUARD:].view(b.dtype.torch) for b in self.buffers]
         scalars = [values[launch] for values in (self.numbers | self.reals).values()]
@@ -327,7 +327,7 @@ class Program:
         return memory
 
     def evaluated(self, launch: int, observed: Memory) -> Memory:
-        """Memory after a launch, by the reference."""
+        """Return the memory after a launch, by the reference."""
         memory = self.memory(launch)
         for pid in range(GRID):
             values: dict[str, Array] = {"pid": np.asarray(pid, np.int32)}
@@ -337,7 +337,7 @@ class Program:
         return memory
 
     def check(self, launch: int, observed: Memory) -> None:
-        """Every byte of memory is as it should be, but for those of NaNs."""
+        """Assert that every byte of memory is right, except those of NaNs."""
         with np.errstate(all="ignore"):
             expected = self.evaluated(launch, observed)
         stored = {step.place.buffer: step.args[0].name for step in walk(self.steps) if step.op == "store"}
@@ -432,8 +432,8 @@ ORDERING = ("minimum", "maximum", "least", "most")
 
 
 class Author:
-    """Writes one program. What a step does depends on random numbers of its own and on what is there to work
-    on, so that a program with some steps left out is still much like the whole one."""
+    """Generator of one program. A step depends on random numbers of its own and on the values available, so that
+    a program with some steps left out is still much like the complete one."""
 
     def __init__(self, salt: int) -> None:
         self.salt = salt
@@ -463,25 +463,25 @@ class Author:
         return shape
 
     def find(self, dtypes: Sequence[DType], fits: Callable[[Var], bool]) -> Var | None:
-        """A visible value of one of these types, rather a late one, or one that is cast to such a type."""
-        found = [v for v in self.visible if fits(v)]
-        typed = [v for v in found if v.dtype in dtypes]
-        if typed and (len(typed) == len(found) or not self.chance(20)):
+        """Return a visible value of one of these types, preferably a late one, or one cast to such a type."""
+        matches = [v for v in self.visible if fits(v)]
+        typed = [v for v in matches if v.dtype in dtypes]
+        if typed and (len(typed) == len(matches) or not self.chance(20)):
             return typed[-1 - int(len(typed) * self.random.random() ** 2)]
-        return self.cast(self.choose(found), self.choose(dtypes)) if found else None
+        return self.cast(self.choose(matches), self.choose(dtypes)) if matches else None
 
     def get(self, dtypes: Sequence[DType], tile: bool = False) -> Var:
-        """Like `find`; a program begins with a tile, so that there always is something."""
-        found = self.find(dtypes, lambda v: not tile or v.shape != ())
-        assert found
-        return found
+        """Return a value like `find`; there always is one, because a program begins with a tile."""
+        value = self.find(dtypes, lambda v: not tile or v.shape != ())
+        assert value
+        return value
 
     def name(self, stem: str = "v") -> str:
         self.count += 1
         return f"{stem}{self.count}"
 
     def number(self, values: Sequence[int]) -> str:
-        """The name of an argument with these values in the launches."""
+        """Return the name of an argument with these values in the launches."""
         name = self.name("n")
         self.numbers[name] = tuple(values)
         return name
@@ -498,7 +498,7 @@ class Author:
         return var
 
     def near(self, op: str, args: Sequence[Var], shape: Shape, dtype: DType, **params: Any) -> Var:
-        """A step with an inexact result, which is stored at once."""
+        """Add a step with an inexact result, which is stored at once."""
         var = self.do(op, args, shape, dtype, **params)
         access = self.place(dtype, shape, unique=True)
         self.steps[-1] = replace(self.steps[-1], access=access)
@@ -509,20 +509,20 @@ class Author:
         return x if x.dtype is dtype else self.do("cast", [x], x.shape, dtype)
 
     def match(self, shape: Shape, dtypes: Sequence[DType]) -> tuple[Var, Shape]:
-        """A value that broadcasts against this shape, made to fit by new dimensions if need be, and the shape
-        that the two have together. There always is one if the shape is that of visible values."""
-        found = self.find(dtypes, lambda v: _broadcast(_expanded(v.shape, shape), shape) is not None)
-        assert found
-        expanded = _expanded(found.shape, shape)
-        if expanded != found.shape:
-            index = ", ".join("None" if new else ":" for new in _new_dims(found.shape, shape))
-            found = self.do("index", [found], expanded, found.dtype, index=index)
+        """Return a value that broadcasts against this shape, with new dimensions if necessary, and their common
+        shape. There always is one if the shape is that of visible values."""
+        value = self.find(dtypes, lambda v: _broadcast(_expanded(v.shape, shape), shape) is not None)
+        assert value
+        expanded = _expanded(value.shape, shape)
+        if expanded != value.shape:
+            index = ", ".join("None" if new else ":" for new in _new_dims(value.shape, shape))
+            value = self.do("index", [value], expanded, value.dtype, index=index)
         joint = _broadcast(expanded, shape)
         assert joint is not None
-        return found, joint
+        return value, joint
 
     def pair(self, op: str, a: Var, result: DType, literal: bool = False, **params: Any) -> Var:
-        """A binary step; now and then with a Python number on the right, or with the operands swapped."""
+        """Add a binary step; occasionally with a Python number on the right, or with the operands swapped."""
         if literal and a.dtype is not BOOL and self.chance(15):
             # a number next to a 16-bit float has the type that the two are divided in
             number = self.literal(result if a.dtype.kind == "f" and result is not BOOL else a.dtype)
@@ -540,7 +540,7 @@ class Author:
     # -- memory --
 
     def place(self, dtype: DType, shape: Shape, unique: bool) -> Access:
-        """An access to a new buffer: the elements in any order, at any distance, backwards, or all one."""
+        """Return an access to a new buffer: elements in any order, with any stride, backward, or all the same."""
         order = self.choose([tuple(range(len(shape))), *_permutations(len(shape))])
         factors = [-1 if self.chance(8) else 0 if not unique and self.chance(8) else 1 for _ in shape]
         passed = self.chance(30)
@@ -608,7 +608,7 @@ class Author:
         self.steps.append(Step("store", (), (var,), access=access))
 
     def store_in_place(self) -> None:
-        """Over an input, each element where it was loaded from."""
+        """Store over an input, each element where it was loaded from."""
         accesses = [access for access in self.accesses if access.unique]
         if accesses:
             access = self.choose(accesses)
@@ -623,7 +623,7 @@ class Author:
         return self.do("range", [], (extent,), I32, start=start, end=start + extent)
 
     def constant(self, dtype: DType, shape: Shape) -> Var:
-        """A scalar, or a tile of this shape."""
+        """Return a scalar, or a tile of this shape."""
         if dtype is BOOL:
             value: float = self.chance(50)
         elif dtype.kind == "f":
@@ -699,7 +699,7 @@ class Author:
         return self.numbers_of(cast)
 
     def numbers_of(self, x: Var) -> Var:
-        """x without NaNs: their bits, and which of them comes first, are nobody's promise."""
+        """Return x without NaNs, whose bits and order are unspecified."""
         if x.dtype.kind != "f":
             return x
         number = self.do("compare", [x, x], x.shape, BOOL, sign="==")
@@ -804,7 +804,7 @@ class Author:
     def block(
         self, given: Sequence[Var], turns: Sequence[Var], walks: Sequence[Access]
     ) -> tuple[list[Step], list[Var]]:
-        """The steps of an inner block, and the values that they end with."""
+        """Return the steps of an inner block, and their final values."""
         outer = self.steps, len(self.visible), len(self.accesses), len(self.turns)
         self.steps, self.depth = [], self.depth + 1
         self.visible += [*given, *turns]
@@ -838,7 +838,7 @@ class Author:
         return results[0]
 
     def walk(self, turn: Var) -> Access:
-        """An access whose address moves along from turn to turn."""
+        """Return an access whose address advances with each iteration."""
         access = self.place(self.choose(DTYPES), self.shape(), unique=False)
         paces = [self.random.randint(0, 40) for _ in range(LAUNCHES)]
         pace: Number = self.number(paces) if self.chance(50) else paces[0]
@@ -885,24 +885,24 @@ class Author:
 
 
 def _permutations(rank: int) -> list[tuple[int, ...]]:
-    """Orders of dimensions, but for the one that changes nothing."""
+    """Return the orders of dimensions except the identity."""
     return list(permutations(range(rank)))[1:]
 
 
 def _summed(dtype: DType) -> DType:
-    """The type that values of this one are added up in."""
+    """Return the type in which values of this type are summed."""
     if dtype.kind == "f" or dtype.bits >= 32:
         return dtype
     return I32 if dtype.kind == "i" else U32
 
 
 def _with(shape: Shape, axis: int, *extents: int) -> Shape:
-    """The shape with these extents in place of one of its own."""
+    """Return the shape with one of its extents replaced by these."""
     return (*shape[:axis], *extents, *shape[axis + 1 :])
 
 
 def _broadcast(a: Shape, b: Shape) -> Shape | None:
-    """The shape of two operands together, if they have the same rank or one is a scalar."""
+    """Return the broadcast shape of two operands of the same rank, or of which one is a scalar."""
     if not a or not b:
         return a or b
     if len(a) != len(b) or any(x != y and 1 not in (x, y) for x, y in zip(a, b, strict=True)):
@@ -912,7 +912,7 @@ def _broadcast(a: Shape, b: Shape) -> Shape | None:
 
 
 def _new_dims(shape: Shape, like: Shape) -> list[bool]:
-    """Which dimensions of `like` a smaller shape lacks: those whose extent is not that of its next one."""
+    """Return the dimensions of `like` that a smaller shape lacks: those whose extent is not that of its next one."""
     new, rest = [], list(shape)
     for dim, extent in enumerate(like):
         fits = bool(rest) and (rest[0] in (extent, 1) or len(like) - dim == len(rest))
@@ -923,7 +923,7 @@ def _new_dims(shape: Shape, like: Shape) -> list[bool]:
 
 
 def _expanded(shape: Shape, like: Shape) -> Shape:
-    """The shape with a new dimension of 1 for each that it lacks; scalars go with everything as they are."""
+    """Return the shape with a new dimension of 1 for each that it lacks; scalars fit everything unchanged."""
     if not shape or len(shape) >= len(like):
         return shape
     rest = list(shape)
@@ -932,8 +932,8 @@ def _expanded(shape: Shape, like: Shape) -> Shape:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Hypothesis chooses a seed for each step, and a small one for none, which is what it tries when it looks
-    for a simpler program that fails. Seeds are unique because it else repeats parts of programs."""
+    """Return a strategy for programs: Hypothesis chooses a seed for each step, and a small one for no step, which
+    it tries when it simplifies a failing program. Seeds are unique; otherwise it repeats parts of programs."""
     salt = draw(st.integers(0, 2**32 - 1))
     seeds = draw(st.lists(st.integers(0, 2**32 - 1), min_size=STEPS, max_size=STEPS, unique=True))
     return Author(salt).program([seed for seed in seeds if seed >= STEPS])

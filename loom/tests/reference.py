@@ -1,4 +1,4 @@
-"""What Triton's operations mean, in NumPy: the reference that generated programs are checked against.
+"""Semantics of Triton's operations in NumPy: the reference for generated programs.
 
 It shares no code with the compiler under test. Most operations have exactly one right result; that of the
 others (transcendental functions, sums of floats in an order of the compiler's choice) lies `Within` an
@@ -27,7 +27,7 @@ Wide = np.longdouble  # 64 bits of precision: holds every number of every type h
 
 @dataclass(frozen=True)
 class DType:
-    """A number type, and how its values are held while a program is evaluated."""
+    """A dtype, and the representation of its values while a program is evaluated."""
 
     name: str  # as in `tl.NAME`
     kind: Literal["b", "i", "u", "f"]
@@ -41,17 +41,17 @@ class DType:
 
     @property
     def torch(self) -> torch.dtype:
-        found = getattr(torch, "bool" if self is BOOL else self.name)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, "bool" if self is BOOL else self.name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def word(self) -> str:
-        """The unsigned integer that one value takes up in memory."""
+        """Unsigned integer of the size of one value."""
         return f"u{max(self.bits, 8) // 8}"
 
     def encode(self, values: Array) -> Array:
-        """Values as they lie in memory."""
+        """Return values as they are in memory."""
         if self is BF16:
             return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return values.view(self.word)
@@ -63,7 +63,7 @@ class DType:
 
     @property
     def overflow(self) -> np.longdouble:
-        """The power of two that the largest finite number falls short of."""
+        """Smallest power of two above the largest finite number."""
         return Wide(2) ** (2 - self.least)
 
     @property
@@ -71,12 +71,12 @@ class DType:
         return self.overflow * (1 - Wide(2) ** -self.precision)
 
     def ulp(self, x: Array) -> Array:
-        """The distance between neighbouring numbers of this type around x."""
+        """Return the distance between neighboring numbers of this type around x."""
         _, exponent = np.frexp(np.where(np.isfinite(x), x, 1))
         return np.asarray(np.ldexp(Wide(1), np.maximum(exponent - 1, self.least) - self.precision + 1))
 
     def round(self, x: Array) -> Array:
-        """The nearest number of this float type, ties to even."""
+        """Return the nearest number of this float type, ties to even."""
         x = x.astype(Wide)
         unit = self.ulp(x)
         nearest = np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
@@ -84,8 +84,8 @@ class DType:
         return nearest.astype(self.array)
 
     def apply(self, f: Callable[..., Any], *args: Array) -> Array:
-        """f on values of this type, rounded once. 16-bit floats are worked on in float64, whose precision is
-        more than twice theirs, so that rounding its result again is harmless."""
+        """Return f of values of this type, rounded once. 16-bit floats are computed in float64, whose precision is
+        more than twice theirs, so that rounding the result again is harmless."""
         if self in (F16, BF16):
             return self.round(np.asarray(f(*(a.astype(np.float64) for a in args))))
         return np.asarray(f(*args)).astype(self.array, copy=False)
@@ -105,7 +105,7 @@ NUMBERS, BITS, DTYPES = (*INTS, *FLOATS), (*INTS, BOOL), (*INTS, *FLOATS, BOOL)
 
 @dataclass(frozen=True)
 class Within:
-    """A result known up to an interval. Where its ends are NaN it is NaN; where `open` is set, anything."""
+    """A result known up to an interval. It is NaN where the ends are NaN, and anything where `open` is set."""
 
     low: Array
     high: Array
@@ -117,7 +117,7 @@ class Within:
         return Within(exact - margin, exact + margin, open)
 
     def holds(self, dtype: DType, values: Array) -> Array:
-        """Whether each value is as it should be; infinity stands for the first number that is too large."""
+        """Return whether each value is inside; infinity stands for the first number that is too large."""
         low, value, high = (
             np.clip(x, -dtype.overflow, dtype.overflow) for x in (self.low, values.astype(Wide), self.high)
         )
@@ -129,7 +129,7 @@ class Within:
 
 
 class Applied(Protocol):
-    """What an evaluation needs to know beside the operands."""
+    """Properties of an applied operation that its evaluation needs besides the operands."""
 
     @property
     def source(self) -> DType: ...  # of the first operand
@@ -164,7 +164,7 @@ def operation(name: str, text: str) -> Callable[[Evaluation], Evaluation]:
 
 
 def elementwise(name: str, text: str, f: Callable[..., Any]) -> None:
-    """An operation within one type."""
+    """Define an operation within one type."""
     operation(name, text)(lambda s, *args: s.target.apply(f, *args))
 
 
@@ -172,7 +172,7 @@ def elementwise(name: str, text: str, f: Callable[..., Any]) -> None:
 
 
 def smaller(a: Array, b: Array) -> Array:
-    """The minimum. A NaN loses to a number, and +0 to -0."""
+    """Return the minimum. A NaN loses to a number, and +0 to -0."""
     if a.dtype.kind != "f":
         return np.asarray(np.minimum(a, b))
     return np.where((a < b) | np.isnan(b) | ((a == b) & np.signbit(a)), a, b)
@@ -189,13 +189,13 @@ def _or_nan(f: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Arra
 
 
 def _negative(x: Array) -> Array:
-    """Triton had no negation before 3.8: -x was 0 - x, which makes +0 of +0."""
+    """Return -x. Triton had no negation before 3.8: -x was 0 - x, which is +0 for +0."""
     has_negation = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
     return np.asarray(-x if has_negation or x.dtype.kind != "f" else 0 - x)
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Rounded toward zero. Division by zero sets all bits, and its remainder is the dividend."""
+    """Return the quotient rounded toward zero. Division by zero sets all bits; its remainder is the dividend."""
     return np.where(b == 0, ~np.zeros_like(b), (a - np.fmod(a, b)) // b)
 
 
@@ -230,7 +230,7 @@ elementwise("umulhi", "tl.umulhi({0}, {1})", _high_half)
 
 
 def _shift(f: Callable[[Array, Array], Array], in_range: bool) -> Evaluation:
-    """A shift by the width or more shifts everything out."""
+    """Return a shift; a distance of the width or more shifts everything out."""
 
     def evaluate(s: Applied, a: Array, b: Array) -> Array:
         last = s.source.bits - 1
@@ -249,7 +249,7 @@ operation("shr_some", "{0} >> ({1} & {last})")(_shift(np.right_shift, in_range=T
 
 
 def _odd_sum(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: rounded again to half the precision, the sum is rounded only once."""
+    """Return a + b in float64, rounded to odd, so that rounding to half the precision rounds the exact sum."""
     total = a + b
     rest = total - a
     error = (a - (total - rest)) + (b - rest)
@@ -291,8 +291,8 @@ def cast(x: Array, source: DType, target: DType) -> Array:
     of_nan = (
         low + (1 << 8 * word.itemsize - 1) * (target.kind == "u") if 64 in (source.bits, target.bits) else 0
     )
-    whole = np.trunc(np.where(np.isnan(x), of_nan, x).astype(Wide))
-    return np.clip(whole, low, high).astype(word).astype(target.array)
+    integral = np.trunc(np.where(np.isnan(x), of_nan, x).astype(Wide))
+    return np.clip(integral, low, high).astype(word).astype(target.array)
 
 
 @operation("cast", "{0}.to({dtype})")
@@ -307,7 +307,7 @@ def _bits(s: Applied, x: Array) -> Array:
 
 @operation("divide", "{0} / {1}")
 def _divide(s: Applied, a: Array, b: Array) -> Array:
-    """Of integers and 16-bit floats as f32."""
+    """Return the quotient; integers and 16-bit floats are divided as f32."""
     return np.asarray(np.divide(cast(a, s.source, s.target), cast(b, s.source, s.target)))
 
 
@@ -348,7 +348,7 @@ def _erf(x: Array) -> Array:
 
 
 def transcendental(name: str, f: Callable[[Array], Any]) -> None:
-    """A function that is evaluated here with 64 bits of precision."""
+    """Define a function that is evaluated here with 64 bits of precision."""
 
     def evaluate(s: Applied, x: Array) -> Within:
         exact = np.asarray(f(x.astype(Wide)))
@@ -369,7 +369,8 @@ transcendental("rsqrt", lambda x: 1 / np.sqrt(x))
 
 @operation("sigmoid", "tl.sigmoid({0})")
 def _sigmoid(s: Applied, x: Array) -> Within:
-    """Four ulps: exp may be off by one, then come a sum and a quotient. Where exp overflows, it is 0."""
+    """Return the sigmoid within four ulps: exp may be off by one, then come a sum and a quotient. It is 0 where exp
+    overflows."""
     exact = 1 / (1 + np.exp(-x.astype(Wide)))
     return Within.around(exact, 4 * s.target.ulp(exact) + np.ldexp(Wide(1), s.target.least))
 
@@ -406,7 +407,7 @@ shaping(
 
 
 def reduction(name: str, text: str, f: Callable[[Array, Array], Any]) -> None:
-    """Exact, in any order."""
+    """Define a reduction that is exact in any order."""
 
     def evaluate(s: Applied, x: Array) -> Array:
         x = cast(x, s.source, s.target)
@@ -440,8 +441,8 @@ shaping(
 
 
 def _total(s: Applied, x: Array, add: Callable[[Array], Any], terms: int) -> Array | Within:
-    """A sum of so many terms, by `add`. The error of a float sum in any order is at most terms - 1 roundings
-    of the sum of magnitudes; if all terms and sums are multiples of one unit that fit, there is none."""
+    """Return a sum of so many terms, by `add`. The error of a float sum in any order is at most terms - 1 roundings
+    of the sum of magnitudes; it is 0 if all terms and sums are representable multiples of one unit."""
     if s.target.kind != "f":
         return np.asarray(add(x.astype(s.target.array)))
     finite = np.where(np.isfinite(x), x, 0).astype(Wide)
@@ -460,8 +461,8 @@ def _sum(s: Applied, x: Array) -> Array | Within:
 
 
 def _scan(s: Applied, f: np.ufunc) -> Callable[[Array], Any]:
-    turned: Callable[[Array], Array] = (lambda x: np.flip(x, s.axis)) if s.params["reverse"] else np.asarray
-    return lambda x: turned(f.accumulate(turned(x), s.axis, dtype=x.dtype))
+    oriented: Callable[[Array], Array] = (lambda x: np.flip(x, s.axis)) if s.params["reverse"] else np.asarray
+    return lambda x: oriented(f.accumulate(oriented(x), s.axis, dtype=x.dtype))
 
 
 @operation("cumsum", "tl.cumsum({0}, axis={axis}, reverse={reverse})")
@@ -478,8 +479,8 @@ def _cumprod(s: Applied, x: Array) -> Array:
 
 
 def sample(dtype: DType, size: int, random: np.random.Generator) -> Array:
-    """Numbers of every kind: small, extreme, around powers of two, any bits; for floats also halves, NaN,
-    infinities and subnormals. Often only mild ones, lest everything drown in NaN and overflow."""
+    """Return numbers of every kind: small, extreme, around powers of two, random bits; for floats also halves, NaN,
+    infinities and subnormals. Often only mild ones, so that not everything becomes NaN or overflows."""
     if dtype is BOOL:
         return random.random(size) < random.random()
     with np.errstate(all="ignore"):

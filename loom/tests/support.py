@@ -1,4 +1,4 @@
-"""What the tests of Loom share: dtypes, random values, small device functions, settings of Hypothesis."""
+"""Helpers of Loom's tests: dtypes, random values, small device functions, Hypothesis settings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ drawn = settings(
 
 
 def short(parameter: object) -> str | None:
-    """A test id: `bfloat16` rather than `torch.bfloat16`."""
+    """Return a test id: `bfloat16` rather than `torch.bfloat16`."""
     return str(parameter).removeprefix("torch.") if isinstance(parameter, torch.dtype) else None
 
 
 def compat(parameters: Sequence[object], *chosen: object) -> list[object]:
-    """The same parameters, of which the chosen ones belong to the quick subset."""
+    """Return the parameters, with the chosen ones marked as part of the quick subset."""
     return [pytest.param(p, marks=pytest.mark.compat) if p in chosen else p for p in parameters]
 
 
@@ -40,7 +40,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def random_values(shape: Sequence[int] | int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bit pattern of an integer type, any size of a float, true and false alike."""
+    """Return random values: any bit pattern of an integer type, any magnitude of a float, both bools."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
@@ -53,7 +53,7 @@ def random_values(shape: Sequence[int] | int, dtype: torch.dtype) -> torch.Tenso
 
 @triton.jit
 def put(out_ptr, value):
-    """Stores a tile of any shape (or a scalar) in row-major order, and returns where the next one goes."""
+    """Store a tile of any shape (or a scalar) in row-major order; return the offset of the next one."""
     if isinstance(value, tl.tensor) and value.type.is_block():
         tl.store(out_ptr + tl.arange(0, value.numel), tl.reshape(value, [value.numel]))
         return out_ptr + value.numel

@@ -1,7 +1,7 @@
-"""Inline assembly as a form: registers and packs, types and constraints, scopes and guards, masks, scalars; what is
-refused, and in which words; and small kernels in the manner of those that use it.
+"""Inline assembly: registers and packs, types and constraints, scopes and guards, masks, scalars; error messages; and
+small kernels like those that use it.
 
-What each instruction computes is tested in test_ptx_integers.py, test_ptx_floats.py and test_ptx_conversions.py."""
+The results of each instruction are tested in test_ptx_integers.py, test_ptx_floats.py and test_ptx_conversions.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_text(text: str, steps: list[object]) -> None:
         ("mov.f32 $0, \N{SECTION SIGN};", "\N{SECTION SIGN}"),
     ],
 )
-def test_text_that_is_none(text: str, why: str) -> None:
+def test_text_that_is_not_ptx_is_refused(text: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         parse(text)
 
@@ -124,14 +124,16 @@ def test_each_type_goes_through_its_register(dtype: torch.dtype, letter: str, mo
 
 @pytest.mark.compat
 def test_packs_of_several_registers() -> None:
-    """Four halves are two registers, eight bytes too; each register has its first element in the low bits."""
+    """Four halves take two registers, and so do eight bytes; each register has its first element in the low bits."""
     halves = random_values(32, torch.float16)
     swapped = "mov.b32 $0, $3; mov.b32 $1, $2;"
-    wanted = halves.view(-1, 2, 2).flip(1).reshape(-1)
-    assert_same(moved(halves, torch.float16, swapped, "=r,=r,r,r", 4), wanted)
+    expected = halves.view(-1, 2, 2).flip(1).reshape(-1)
+    assert_same(moved(halves, torch.float16, swapped, "=r,=r,r,r", 4), expected)
     data = random_values(32, torch.uint8)
-    turned = "prmt.b32 $0, $2, 0, 0x0123; prmt.b32 $1, $3, 0, 0x0123;"
-    assert_same(moved(data, torch.uint8, turned, "=r,=r,r,r", 8), data.view(-1, 4).flip(1).reshape(-1))
+    reversed_bytes = "prmt.b32 $0, $2, 0, 0x0123; prmt.b32 $1, $3, 0, 0x0123;"
+    assert_same(
+        moved(data, torch.uint8, reversed_bytes, "=r,=r,r,r", 8), data.view(-1, 4).flip(1).reshape(-1)
+    )
     words = random_values(32, torch.int32)
     assert_same(
         moved(words, torch.int32, "mov.b32 $0, $3; mov.b32 $1, $2;", "=r,=r,r,r", 2),
@@ -140,16 +142,16 @@ def test_packs_of_several_registers() -> None:
 
 
 def test_types_that_differ() -> None:
-    """One register of bytes in, four of floats out; and a register that is wider than the element."""
+    """Convert a register of bytes to four of floats, and use a register wider than its element."""
     x = torch.arange(-64, 64, dtype=torch.int8)
     widened = "{ .reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, $4; "
     widened += " ".join(f"cvt.rn.f32.s8 ${i}, {name};" for i, name in enumerate("abcd")) + " }"
     assert_same(moved(x, torch.float32, widened, "=f,=f,=f,=f,r", 4), x.float())
     half = moved(x, torch.float16, "cvt.rn.f16.s8 $0, $1;", "=h,r")
     assert_same(half, x.half())
-    # a byte is alone in its register: what is above it is zero
+    # a byte is alone in its register: the bits above it are zero
     assert_same(moved(x, torch.int32, "mov.b32 $0, $1;", "=r,r"), x.view(torch.uint8).int())
-    # of a result that is wider than its element the low bits count
+    # only the low bits of a result wider than its element are used
     assert_same(moved(x.int() * 1000, torch.int8, "mov.b32 $0, $1;", "=r,r"), (x.int() * 1000).to(torch.int8))
 
 
@@ -242,7 +244,7 @@ def double(x):
 
 @triton.jit
 def keep_going(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    """The same assembly at several places, its operands computed, its results used twice."""
+    """Use the same assembly in several places, with computed operands and results used twice."""
     offs = tl.arange(0, BLOCK)
     x = double(tl.load(x_ptr + offs) + 1)
     y = double(x * x)
@@ -260,7 +262,7 @@ def test_assembly_amid_other_operations() -> None:
 
 @triton.jit
 def add_outside(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """Reads whole packs, stores what is inside; the last load has no mask."""
+    """Read whole packs and store the elements inside; the last load has no mask."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs)
     y = tl.inline_asm_elementwise("add.f32 $0, $1, 1.0;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -326,8 +328,8 @@ def test_refusals_say_why(text: str, constraints: str, why: str) -> None:
     assert " ".join(text.split()) in str(caught.value)
 
 
-def test_what_has_no_register_is_refused() -> None:
-    with pytest.raises(Exception, match="i1 is not passed to assembly"):
+def test_types_without_a_register_are_refused() -> None:
+    with pytest.raises(Exception, match="i1 cannot be passed to assembly"):
         moved(torch.zeros(16) > 0, torch.bool, "mov.b32 $0, $1;", "=r,r")
 
 
@@ -357,8 +359,8 @@ def sin_fast(x):
 
 @triton.jit
 def rotating_step(state_ptr, angle_ptr, dt_ptr, x_ptr, gate_ptr, y_ptr, D: tl.constexpr, N: tl.constexpr):
-    """One step of a state-space model whose state turns: pairs of channels by tanh(angle) dt, then decay, input, and a
-    gate z sigmoid(z) by way of tanh."""
+    """Compute a step of a state-space model whose state rotates: pairs of channels by tanh(angle) dt, then decay,
+    input, and a gate z sigmoid(z) through tanh."""
     row = tl.program_id(0)
     d, n = tl.arange(0, D), tl.arange(0, N)
     dt = tl.load(dt_ptr + row)
@@ -432,7 +434,7 @@ FP4 = tl.constexpr(
 
 @triton.jit
 def quantize_fp4(x_ptr, code_ptr, scale_ptr, exponent_ptr, COLS: tl.constexpr, MX: tl.constexpr):
-    """A row in blocks of 16 with an e4m3 scale each, or (MX) of 32 with a power of two; two codes to a byte."""
+    """Quantize a row in blocks of 16 with an e4m3 scale each, or (MX) of 32 with a power of two; two codes per byte."""
     GROUP: tl.constexpr = 32 if MX else 16
     row, cols = tl.program_id(0), tl.arange(0, COLS)
     x = tl.reshape(tl.load(x_ptr + row * COLS + cols).to(tl.float32), [COLS // GROUP, GROUP])
@@ -484,14 +486,14 @@ def test_fp4_with_scales_of_blocks(mx: bool) -> None:
     scales = torch.zeros(rows, cols // group, dtype=torch.uint8)
     quantize_fp4[(rows,)](x, codes, scales, scales, COLS=cols, MX=mx)
     blocks = x.float().numpy().reshape(rows, -1, group)
-    least = np.abs(blocks).max(-1) / np.float32(6)
+    exact_scales = np.abs(blocks).max(-1) / np.float32(6)
     if mx:
-        exponent = np.ceil(np.log2(least.astype(np.float64)))
-        wanted, inverse = (exponent + 127).astype(np.uint8), np.exp2(-exponent).astype(np.float32)
+        exponent = np.ceil(np.log2(exact_scales.astype(np.float64)))
+        expected_codes, inverse = (exponent + 127).astype(np.uint8), np.exp2(-exponent).astype(np.float32)
     else:
-        wanted = E4M3.encode(least.astype(np.float64))
-        inverse = np.float32(1) / E4M3.values[wanted].astype(np.float32)
-    assert_same(scales, torch.from_numpy(wanted))
+        expected_codes = E4M3.encode(exact_scales.astype(np.float64))
+        inverse = np.float32(1) / E4M3.values[expected_codes].astype(np.float32)
+    assert_same(scales, torch.from_numpy(expected_codes))
     code = small_code("e2m1", (blocks * inverse[..., None]).reshape(rows, cols).astype(np.float64))
     assert_same(codes, torch.from_numpy((code[:, 1::2] << 4 | code[:, ::2]).astype(np.uint8)))
 
@@ -507,16 +509,19 @@ def round_randomly(x_ptr, random_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """A number between two of f16, with 4096 random words: the share of the upper one is its place between them."""
+    """Round a number between two f16 neighbors with 4096 random words: the share of the upper one is its position."""
     n = 8192
-    for place in (0.125, 0.5, 0.8125):
-        x = torch.full((n,), 1 + place * 2.0**-10)
+    for fraction in (0.125, 0.5, 0.8125):
+        x = torch.full((n,), 1 + fraction * 2.0**-10)
         random = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int64).to(torch.int32)
         out = torch.zeros(n, dtype=torch.float16)
         round_randomly[(n // 1024,)](x, random, out, BLOCK=1024)
         assert set(out.tolist()) == {1.0, 1 + 2.0**-10}
-        # five standard deviations of a mean of 8192, of which neighbours share no bits
-        assert abs((out.double().mean().item() - 1) * 2**10 - place) < 5 * (place * (1 - place) / n) ** 0.5
+        # five standard deviations of a mean of 8192, of which neighbors share no bits
+        assert (
+            abs((out.double().mean().item() - 1) * 2**10 - fraction)
+            < 5 * (fraction * (1 - fraction) / n) ** 0.5
+        )
 
 
 @triton.jit
@@ -526,8 +531,8 @@ def from_fp8e4b15(code_ptr, half_ptr):
 
 
 @pytest.mark.compat
-def test_the_fp8_that_triton_writes_in_assembly() -> None:
-    """fp8e4b15, which the language itself decodes by prmt and lop3: every code."""
+def test_every_code_of_fp8e4b15_decodes() -> None:
+    """Decode every code of fp8e4b15, which the language itself decodes by prmt and lop3."""
     codes, half = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.float16)
     from_fp8e4b15[(1,)](codes, half)
     sign, exponent, mantissa = codes.int() >> 7, codes.int() >> 3 & 15, codes.int() & 7
@@ -539,7 +544,7 @@ def test_the_fp8_that_triton_writes_in_assembly() -> None:
 
 
 def names_of(pattern: str) -> list[str]:
-    """Every instruction that a family's pattern stands for."""
+    """Return every instruction that a family's pattern stands for."""
     group = re.search(r"\(([^()]*)\)|\{([^(){}]*)\}", pattern)  # the first one that has none inside
     if group is None:
         return [pattern]
@@ -552,18 +557,18 @@ def names_of(pattern: str) -> list[str]:
 
 
 def test_every_instruction_is_tested() -> None:
-    """Each instruction of the table is in a text whose results are compared with a reference. Comparisons that both
-    flush and join are the exception: each of the two is tested alone."""
+    """Each instruction of the table is in a text whose results are compared with a reference, except comparisons that
+    both flush and join: these are tested separately."""
     modules = (test_ptx_integers, test_ptx_floats, test_ptx_conversions)
     batches = [batch for module in modules for make in module.GROUPS.values() for batch in make()]
     batches += [test_ptx_floats.f32_approximations(), *test_ptx_floats.half_approximations()]
     steps = [step for batch in batches for case in batch.cases for step in parse(case.assembly)]
     tested = {step.name for step in steps if isinstance(step, Instruction)}
-    wanted = [
+    required = [
         name for family in ptx.FAMILIES if family.error != "does nothing" for name in names_of(family.pattern)
     ]
-    assert len(wanted) > 1700
-    missing = [name for name in wanted if name not in tested]
+    assert len(required) > 1700
+    missing = [name for name in required if name not in tested]
     assert not [n for n in missing if not re.fullmatch(r"setp\.\w+\.(and|or|xor)\.ftz\.\w+", n)]
 
 
@@ -575,7 +580,7 @@ def test_the_document_has_the_table() -> None:
 
 
 def test_bf16_and_f16_of_one_register() -> None:
-    """Two formats in one text, packs of two, several instructions: bf16 in, f16 out, times two."""
+    """Use two formats in one text, packs of two, several instructions: bf16 in, f16 out, times two."""
     x = random_values(64, torch.bfloat16)
     text = """{
         .reg .b16 low, high;
@@ -587,5 +592,5 @@ def test_bf16_and_f16_of_one_register() -> None:
         fma.rn.f16x2 $0, $0, $0, $0;
     }"""
     half = F16.values[F16.encode(BF16.numbers(x))]
-    wanted = F16.tensor(F16.encode(half * half + half))
-    assert_same(moved(x, torch.float16, text, "=r,r", 2), wanted)
+    expected = F16.tensor(F16.encode(half * half + half))
+    assert_same(moved(x, torch.float16, text, "=r,r", 2), expected)

@@ -18,7 +18,7 @@ THREADS = [1, 2, 4]
 
 @triton.jit
 def update_once(x_ptr, target_ptr, old_ptr, n, BLOCK: tl.constexpr):
-    """Row r of the target is updated by the r-th operation, the first n lanes of it; old values are kept."""
+    """Update the first n lanes of row r of the target by the r-th operation; store the old values."""
     offs = tl.arange(0, BLOCK)
     x, on = tl.load(x_ptr + offs), offs < n
     tl.store(old_ptr + offs, tl.atomic_add(target_ptr + offs, x, on), on)
@@ -84,7 +84,7 @@ def test_float_sums_round_once(dtype: torch.dtype) -> None:
 
 @triton.jit
 def contend(x_ptr, sums_ptr, bounds_ptr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Every program and every lane of it meets the others at a few addresses."""
+    """Make all lanes of all programs contend for a few addresses."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0) * BLOCK + offs)
     tl.atomic_add(sums_ptr + offs % BINS, x)
@@ -220,8 +220,8 @@ def grid_barrier(arrived_ptr, target):
 
 
 @triton.jit
-def neighbours(x_ptr, y_ptr, arrived_ptr, rounds, BLOCK: tl.constexpr):
-    """Each round adds the right neighbour's tile of the round before: all programs wait for each other."""
+def neighbors(x_ptr, y_ptr, arrived_ptr, rounds, BLOCK: tl.constexpr):
+    """Add the right neighbor's tile of the previous round in each round: all programs wait for each other."""
     pid, count = tl.program_id(0), tl.num_programs(0)
     offs = tl.arange(0, BLOCK)
     for i in range(rounds):
@@ -243,5 +243,5 @@ def test_cooperative_grid(count: int, threads: int) -> None:
     for _ in range(3):
         want = want + want.roll(-1, 0)
     y, arrived = torch.empty_like(x), torch.zeros(1, dtype=torch.int32)
-    neighbours[(count,)](x, y, arrived, 3, BLOCK=32, launch_cooperative_grid=True)
+    neighbors[(count,)](x, y, arrived, 3, BLOCK=32, launch_cooperative_grid=True)
     assert_same(x, want)

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: what makes one stale, who may have written it, and many processes at once."""
+"""Compiled kernels on disk: when one is stale, who may have written it, and many processes at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fresh_toolchain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A toolchain that has not looked around yet, and forgets what it finds during the test."""
+    """Yield a toolchain with empty caches, and empty them again after the test."""
     memories = toolchain.compiler, toolchain.identity, toolchain.is_gcc, toolchain.build
     for memory in memories:
         memory.cache_clear()
@@ -61,7 +61,7 @@ def script(path: Path, text: str) -> Path:
 # ---- the compiler ----------------------------------------------------------------------------------------
 
 
-def test_a_bug_of_the_optimiser_is_worked_around(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_optimizer_bug_is_worked_around(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fails = 'case "$*" in *-O2*) echo "kernel.cpp: internal compiler error: in loops" >&2; exit 1;; esac'
     fresh_toolchain.setenv("CXX", str(script(tmp_path / "bin" / "my-compiler", f'{fails}; exec g++ "$@"')))
     assert toolchain.build(KERNEL)
@@ -83,19 +83,21 @@ def test_cxx_is_respected(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -
     ("cc", "cxx"),
     [("gcc", "g++"), ("x86_64-linux-gnu-gcc-9", "x86_64-linux-gnu-g++-9"), ("clang-7", "clang++-7")],
 )
-def test_the_sibling_of_cc(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, cc: str, cxx: str) -> None:
-    found = script(tmp_path / "bin" / cxx, "")
+def test_the_cxx_sibling_of_cc_is_used(
+    fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, cc: str, cxx: str
+) -> None:
+    sibling = script(tmp_path / "bin" / cxx, "")
     script(tmp_path / "bin" / cc, "")
     fresh_toolchain.setenv("CC", str(tmp_path / "bin" / cc))
-    assert toolchain.compiler() == (str(found),)
-    found.unlink()
+    assert toolchain.compiler() == (str(sibling),)
+    sibling.unlink()
     toolchain.compiler.cache_clear()
     assert toolchain.compiler() != (
-        str(found),
+        str(sibling),
     )  # a C compiler whose C++ half is not installed is no compiler
 
 
-def test_no_compiler_at_all(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_an_error(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert triton_loom.obstacle() is None
     toolchain.compiler.cache_clear()
     fresh_toolchain.setenv("PATH", str(tmp_path))
@@ -104,8 +106,8 @@ def test_no_compiler_at_all(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path)
     assert triton_loom.obstacle() == toolchain.NO_COMPILER
 
 
-def test_a_cxx_that_is_not_there(fresh_toolchain: pytest.MonkeyPatch) -> None:
-    """Nobody gets another compiler than the one chosen."""
+def test_a_missing_cxx_is_an_error(fresh_toolchain: pytest.MonkeyPatch) -> None:
+    """There is no fallback from the compiler that the user chose."""
     fresh_toolchain.setenv("CXX", "/nonexistent/c++ -O1")
     with pytest.raises(
         toolchain.BuildError, match=r"^CXX=/nonexistent/c\+\+ -O1 names no program .* unset it"
@@ -114,17 +116,17 @@ def test_a_cxx_that_is_not_there(fresh_toolchain: pytest.MonkeyPatch) -> None:
     assert str(triton_loom.obstacle()).startswith("CXX=/nonexistent/c++ -O1 names")
 
 
-def test_a_compiler_that_compiles_nothing(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is not the kernel's fault, and what the compiler said is all there."""
-    broken = script(tmp_path / "bin" / "my-compiler", "echo no licence >&2; echo call the vendor >&2; exit 1")
+def test_a_broken_compiler_is_named_as_the_cause(fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error does not blame the kernel, and has the compiler's whole output."""
+    broken = script(tmp_path / "bin" / "my-compiler", "echo no license >&2; echo call the vendor >&2; exit 1")
     fresh_toolchain.setenv("CXX", str(broken))
     with pytest.raises(
-        toolchain.BuildError, match=r"(?s)does not work: .*-std=.*no licence\ncall the vendor$"
+        toolchain.BuildError, match=r"(?s)does not work: .*-std=.*no license\ncall the vendor$"
     ):
         toolchain.build(KERNEL)
 
 
-def test_a_compiler_that_makes_nothing(fresh_toolchain: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_output_is_an_error(fresh_toolchain: pytest.MonkeyPatch) -> None:
     fresh_toolchain.setenv("CXX", "true")
     with pytest.raises(toolchain.BuildError, match=r"the C\+\+ compiler does not work"):
         toolchain.build(KERNEL)
@@ -171,7 +173,7 @@ def logging_compiler(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_same_text_is_built_once(
     cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also by processes that have nothing but the cache in common."""
+    """This holds even for processes that share only the cache."""
     wrapper, log = logging_compiler(tmp_path)
     fresh_toolchain.setenv("CXX", str(wrapper))
     first = toolchain.build(KERNEL)
@@ -181,12 +183,12 @@ def test_the_same_text_is_built_once(
     toolchain.build(KERNEL, quick=True)
     toolchain.build(KERNEL, "x86-64")
     assert log.read_text().count("\n") == 3
-    kept = list((cache / "loom-build").glob("*.so"))
-    assert len(kept) == 3
-    assert first in [file.read_bytes() for file in kept]
+    cached = list((cache / "loom-build").glob("*.so"))
+    assert len(cached) == 3
+    assert first in [file.read_bytes() for file in cached]
 
 
-def test_nothing_is_taken_from_where_others_can_write(
+def test_nothing_is_loaded_from_where_others_can_write(
     cache: Path, fresh_toolchain: pytest.MonkeyPatch
 ) -> None:
     toolchain.build(KERNEL)
@@ -197,10 +199,10 @@ def test_nothing_is_taken_from_where_others_can_write(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_headers_are_digested_for_the_second_kernel(
+def test_headers_are_precompiled_for_the_second_kernel(
     cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, quick: bool
 ) -> None:
-    """The first one does not wait for it; what is built with them is what would have been built without."""
+    """The first kernel does not wait for it; the binary is the same with and without precompiled headers."""
     wrapper, log = logging_compiler(tmp_path)
     fresh_toolchain.setenv("CXX", str(wrapper))
     sources = [KERNEL_OF_TRITON.replace("NUMBER", f"{number}.0f") for number in range(4)]
@@ -232,7 +234,7 @@ ACCESSES = """
 def test_the_witness_is_compiled_for_the_second_kernel(
     cache: Path, fresh_toolchain: pytest.MonkeyPatch, tmp_path: Path, mode: int
 ) -> None:
-    """The first one has it in its own text. Whichever way, nothing that a kernel calls is missing."""
+    """The first kernel has the witness in its own text. Either way, all functions that a kernel calls are there."""
     wrapper, log = logging_compiler(tmp_path)
     fresh_toolchain.setenv("CXX", str(wrapper))
     text = f"#define LOOM_WITNESS {mode}\n" + KERNEL_OF_TRITON.replace(
@@ -297,8 +299,8 @@ def rounded(x_ptr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("arch", ["native", "native+sanitize", "native+explain"])
-def test_whatever_compiles_is_in_the_key(cache: Path, arch: str) -> None:
-    """A change of any other file leaves compiled kernels as they are."""
+def test_all_code_that_compiles_is_in_the_key(cache: Path, arch: str) -> None:
+    """A change of any other file does not invalidate compiled kernels."""
     ran: set[str] = set()
     sys.setprofile(lambda frame, event, arg: ran.add(frame.f_code.co_filename))
     try:
@@ -313,7 +315,7 @@ def test_whatever_compiles_is_in_the_key(cache: Path, arch: str) -> None:
     assert compiling <= {*compiler.sources(), *names_found_late}
 
 
-def test_a_changed_prover_leaves_the_key() -> None:
+def test_the_prover_is_not_in_the_key() -> None:
     assert not {file.parent.name for file in compiler.sources()} & {
         "prove",
         "ptx",
@@ -323,7 +325,7 @@ def test_a_changed_prover_leaves_the_key() -> None:
     }
 
 
-def test_options_make_the_key() -> None:
+def test_options_are_in_the_key() -> None:
     assert LoomOptions().hash() == LoomOptions.of({"num_warps": 4, "unheard_of": 1, "maxnreg": None}).hash()
     assert LoomOptions().hash() != LoomOptions(debug=True).hash()
 
@@ -371,10 +373,10 @@ def test_a_group_may_write_if_it_is_ones_own(cache: Path, monkeypatch: pytest.Mo
 
 def test_a_damaged_file_is_replaced(cache: Path) -> None:
     binary = toolchain.build(KERNEL + "// damaged")
-    kept = storage.keep(binary, str(cache / "loom"), "kernel.so")
-    Path(kept).write_bytes(binary[:100])
+    path = storage.keep(binary, str(cache / "loom"), "kernel.so")
+    Path(path).write_bytes(binary[:100])
     storage.keep(binary, str(cache / "loom"), "kernel.so")
-    assert Path(kept).read_bytes() == binary
+    assert Path(path).read_bytes() == binary
 
 
 def test_a_cache_without_room_is_no_obstacle(cache: Path) -> None:
@@ -386,7 +388,7 @@ def test_a_cache_without_room_is_no_obstacle(cache: Path) -> None:
 
 # ---- many processes --------------------------------------------------------------------------------------
 
-# One process imports everything, then becomes `processes` at once: each starts from the same empty cache.
+# One process imports everything, then forks into `processes`, which all start from the same empty cache.
 CROWD = """
 import os, sys, traceback
 import torch, triton, triton.language as tl

@@ -1,7 +1,7 @@
 """Conversions between number types, over every input of the small types and every rounding boundary.
 
-Expected codes come from tables of the formats (`formats.py`), not from any library's cast. Too large a number
-becomes infinite in fp16 and bf16 and saturates in the FP8 types, infinity included, as on NVIDIA's GPUs.
+Expected codes come from tables of the formats (`formats.py`), not from any library's cast. Values that are too
+large become infinite in fp16 and bf16 and saturate in the FP8 types, infinity included, as on NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERY_FLOAT = [*FLOATS, *FLOAT8]
 
 @triton.jit
 def cast_each(x_ptr, out, n, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores x in the type of each of the outputs."""
+    """Store x in the type of each output."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, offs < n)
     for i in tl.static_range(len(out)):
@@ -50,7 +50,7 @@ def every_code(dtype: torch.dtype) -> torch.Tensor:
 
 
 def boundaries(dtypes: list[torch.dtype]) -> torch.Tensor:
-    """All float32 numbers at which rounding to one of these types changes."""
+    """Return all float32 numbers at which rounding to one of these types changes."""
     return torch.from_numpy(np.concatenate([FORMATS[dtype].boundaries() for dtype in dtypes]))
 
 
@@ -59,7 +59,7 @@ def narrower(dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def test_tables_agree_with_the_definitions() -> None:
-    """Landmarks of the formats as their specifications print them: the tables themselves are right."""
+    """The tables have the landmark values that the formats' specifications print."""
     assert (E4M3.largest, E5M2.largest, E4M3FNUZ.largest, E5M2FNUZ.largest) == (448, 57344, 240, 57344)
     assert (F16.largest, BF16.largest) == (65504, (2 - 2**-7) * 2.0**127)
     smallest = [f.magnitudes[1] for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, F16)]
@@ -98,7 +98,7 @@ def test_every_rounding_boundary_of_the_16_bit_types() -> None:
 
 
 def test_float64_is_rounded_once() -> None:
-    """Numbers next to a boundary by less than float32 can see, where two roundings go wrong."""
+    """Two roundings go wrong for numbers that are closer to a boundary than float32 resolves."""
     base = boundaries(FLOAT8).double()
     base = torch.cat([base, boundaries([torch.float16, torch.bfloat16]).double()[::7]])
     nudged = torch.cat([base, base * (1 + 2.0**-50), base * (1 - 2.0**-50), base + 2.0**-60])
@@ -122,7 +122,7 @@ def test_rounding_toward_zero(dtype: torch.dtype) -> None:
 
 
 def integers_of(dtype: torch.dtype) -> np.ndarray:
-    """Numbers near powers of two and near ties of each float type, the extremes, and random bits."""
+    """Return numbers near powers of two and near ties of each float type, the extremes, and random bits."""
     kind = numpy_dtype(dtype)
     info = np.iinfo(kind)
     near = [(1 << k) + d for k in range(65) for d in (-2, -1, 0, 1, 2)]
@@ -148,7 +148,7 @@ def test_integers_to_floats(dtype: torch.dtype, block: int) -> None:
 
 
 def floats_of(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers around the limits of every integer type, fractions, and specials."""
+    """Return numbers around the limits of every integer type, fractions, and special values."""
     limits = [
         2.0**k + d
         for k in (0, 1, 7, 8, 15, 16, 23, 24, 31, 32, 52, 53, 62, 63, 64)
@@ -157,22 +157,22 @@ def floats_of(dtype: torch.dtype) -> torch.Tensor:
     specials = [0.0, 0.49999997, 0.5, 0.99999994, 1e-30, 1e5, 1e19, 1e30, np.inf, np.nan]
     x = torch.tensor([sign * n for n in limits + specials for sign in (1, -1)], dtype=torch.float64).to(dtype)
     spread = torch.randn(500, dtype=torch.float64) * 2.0 ** torch.randint(0, 70, (500,))
-    neighbours = (
+    neighbors = (
         torch.cat([x, torch.nextafter(x, x * 0), torch.nextafter(x, x * 2)]) if x.element_size() > 2 else x
     )
-    return torch.cat([neighbours, spread.to(dtype)])
+    return torch.cat([neighbors, spread.to(dtype)])
 
 
 def converted_by_ptx(number: float, source: torch.dtype, kind: torch.dtype) -> int:
-    """`cvt.rzi` of PTX: toward zero, saturated; 8 bits are the low half of 16. With 64 bits on either side NaN is the
-    highest bit alone, else 0."""
+    """Return PTX's `cvt.rzi`: toward zero, saturated; 8 bits are the low half of 16. NaN gives only the highest bit if
+    either side has 64 bits, else 0."""
     bits = max(8 * kind.itemsize, 16)
     low, high = (-1 << (bits - 1), (1 << (bits - 1)) - 1) if kind in SIGNED else (0, (1 << bits) - 1)
     if np.isnan(number):
-        whole = 1 << (bits - 1) if 64 in (bits, 8 * source.itemsize) else 0
+        of_nan = 1 << (bits - 1) if 64 in (bits, 8 * source.itemsize) else 0
     else:
-        whole = high if number >= high else low if number <= low else int(number)
-    return whole % (1 << 8 * kind.itemsize)
+        of_nan = high if number >= high else low if number <= low else int(number)
+    return of_nan % (1 << 8 * kind.itemsize)
 
 
 @pytest.mark.parametrize("block", [256, 1], ids=["tiles", "scalars"])
@@ -191,8 +191,8 @@ def test_floats_to_integers(dtype: torch.dtype, block: int) -> None:
     ids=short,
 )
 def test_floats_to_integers_agree_with_the_emulated_gpu(dtype: torch.dtype) -> None:
-    """What 8 bits can't hold is left out: LLVM takes it for granted that there is no such number, and one spoils the
-    bytes beside it."""
+    """Both give the same integers, except for values that 8 bits can't hold: LLVM assumes that there are none, and one
+    corrupts neighboring bytes."""
     numbers = floats_of(dtype)[:256]
     for kind in INTEGERS:  # a kernel each: LLVM computes narrow conversions from wide ones where it has both
         x = numbers

@@ -1,4 +1,4 @@
-"""The conformance suite on a project of four tests: what it says of kernels, and what tests cannot do to it."""
+"""The conformance suite on a project of four tests: its verdicts on kernels, and its robustness against tests."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_after():
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.setattr(sources, "FIELD", tmp_path)
-    where = tmp_path / "small-1"
-    where.mkdir()
-    (where / "kernels.py").write_text(KERNELS)
-    (where / "test_small.py").write_text(TESTS)
-    (where / "test_unreadable.py").write_text("import something_that_is_not_installed")
+    directory = tmp_path / "small-1"
+    directory.mkdir()
+    (directory / "kernels.py").write_text(KERNELS)
+    (directory / "test_small.py").write_text(TESTS)
+    (directory / "test_unreadable.py").write_text("import something_that_is_not_installed")
     return Project("small", "1", (Suite("tests", ("test_*.py",)),), github="nobody/small")
 
 
@@ -97,13 +97,13 @@ def test_each_test_gets_a_result(project: Project, tmp_path: Path) -> None:
     assert [kernel.name for kernel in (double, triple, unfit)] == [
         f"kernels.py:{name}" for name in ("double", "triple", "unfit")
     ]
-    # What ran beside a wrong kernel is not known to be right.
+    # A kernel that ran together with a wrong one is not known to be right.
     assert (double.ran, double.right) == (True, False)
     assert (triple.ran, triple.right) == (True, False)
     assert (unfit.ran, unfit.right) == (False, False)
     assert "CompileTimeAssertionFailure" in unfit.why_not
 
-    # A failure that is explained says nothing against the kernels.
+    # A failure with a known reason says nothing against the kernels.
     double, triple, _ = judge.kernels(
         run.results, {}, lambda test: "the reference" * ("triple" in test) or None
     )
@@ -135,8 +135,8 @@ def test_launch(kernel, clusters):
 """
 
 
-def test_the_same_on_an_emulated_gpu(project: Project, tmp_path: Path) -> None:
-    """Results, a finding that nobody has looked into, and what is not emulated."""
+def test_results_on_an_emulated_gpu(project: Project, tmp_path: Path) -> None:
+    """There are results, an unexamined finding, and an error for a feature that is not emulated."""
     (tmp_path / "small-1" / "test_on_a_gpu.py").write_text(ON_A_GPU)
     suite = Suite("tests", ("test_on_a_gpu.py",), each=9)
     run = Run(project, suite, sources.bring(project), limit=60, emulate="sm_90")
@@ -196,7 +196,7 @@ def test_launches():
 
 
 def test_proofs_of_each_kernel(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is proven, a counterexample that nobody has looked into, and kernels of which nothing is said."""
+    """There is a proven kernel, an unexamined counterexample, and kernels without an answer."""
     pytest.importorskip("z3")
     (tmp_path / "small-1" / "test_to_prove.py").write_text(TO_PROVE)
     run = Run(project, Suite("tests", ("test_to_prove.py",)), sources.bring(project), limit=60, prove=True)
@@ -214,18 +214,18 @@ def test_proofs_of_each_kernel(project: Project, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(proven, "FIGURES", tmp_path / "proven.json")
     (new,) = {line.partition(" at ")[0] for line in proven.unexplained(project, run.proofs)}
     assert new.endswith("one_more: counterexample: bounds of load x_ptr")
-    known = {
+    explanations = {
         ("small", "one_more", "bounds"): proven.Examined(hazard=True, what="It reads one element too many.")
     }
-    monkeypatch.setattr(proven, "EXAMINED", known)
+    monkeypatch.setattr(proven, "EXAMINED", explanations)
     assert not proven.unexplained(project, run.proofs)
     assert " | 1 | 4 | 1 | 0 | 1 | 0 | 0 | 2 | 4 | " in proven.totals([(project, run.proofs)])
     table = proven.table_of(project, run.proofs)
     assert "| `test_to_prove.py:double` | 2 | proven | n | `(n + 256 - 1)/256` | BLOCK = 256 |" in table
     assert "bounds, 1 (1 confirmed by the sanitizer). It reads one element too many. For instance, " in table
 
-    told = {"small": {"kernels": {"test_to_prove.py:halves": {"verdict": "proven"}}}}
-    (tmp_path / "proven.json").write_text(json.dumps(told))
+    documented = {"small": {"kernels": {"test_to_prove.py:halves": {"verdict": "proven"}}}}
+    (tmp_path / "proven.json").write_text(json.dumps(documented))
     (lost,) = proven.unexplained(project, run.proofs)
     assert lost == "small: test_to_prove.py:halves is not proven any more"
 

@@ -1,4 +1,4 @@
-"""Control flow, functions, arguments and grids, and what a kernel can tell its caller."""
+"""Control flow, functions, arguments and grids, and messages from a kernel to its caller."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_transposed_tiles_carried_by_loops(size: int, n: int) -> None:
 
 @triton.jit
 def repeat_while(x_ptr, out_ptr, limit, BLOCK: tl.constexpr):
-    """Halves a tile until its maximum is small; the number of rounds depends on the data."""
+    """Halve a tile until its maximum is small; the number of rounds depends on the data."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0) * BLOCK + offs)
     previous = offs
@@ -206,11 +206,11 @@ def branch(x_ptr, out_ptr, BLOCK: tl.constexpr):
         x = tl.sum(x, 0) + offs
     if pid % 2 == 1:
         x += scale
-    kept = x if first % 2 == 0 else y
+    carried = x if first % 2 == 0 else y
     out_ptr += pid * 3 * BLOCK
     tl.store(out_ptr + offs, x)
     tl.store(out_ptr + BLOCK + offs, y * scale)
-    tl.store(out_ptr + 2 * BLOCK + offs, kept)
+    tl.store(out_ptr + 2 * BLOCK + offs, carried)
 
 
 @pytest.mark.compat
@@ -363,10 +363,10 @@ def test_inlined_and_called_functions() -> None:
             sum(two(2, pid)) + 1,
         ]
         want.append(torch.cat([row * row - offs * offs, torch.tensor(numbers)]))
-    given, out = x.clone(), torch.empty(count, block + 6, dtype=torch.int32)
-    call_functions[(count,)](given, out, n, BLOCK=block)
+    scaled, out = x.clone(), torch.empty(count, block + 6, dtype=torch.int32)
+    call_functions[(count,)](scaled, out, n, BLOCK=block)
     assert_same(out, torch.stack(want).int())
-    assert_same(given, x * 3)
+    assert_same(scaled, x * 3)
 
 
 @triton.jit(noinline=True)
@@ -627,8 +627,8 @@ def test_device_assert_raises_after_the_launch() -> None:
     assert_same(out, x)
 
     x[2, 17] = -1
-    place = rf"test_control\.py:{line_of(check_values, 'negative value')}\b"
-    with pytest.raises(DeviceAssertion, match=rf"(?s){place}.*a negative value.*\(2, 0, 0\)"):
+    location = rf"test_control\.py:{line_of(check_values, 'negative value')}\b"
+    with pytest.raises(DeviceAssertion, match=rf"(?s){location}.*a negative value.*\(2, 0, 0\)"):
         check_values[(count,)](x, out, block, BLOCK=block, debug=True)
     check_values[(count,)](x, out, block, BLOCK=block)  # without debug there is nothing to check
     assert_same(out, x)

@@ -1,4 +1,4 @@
-"""Counters: what launches move, against brute force over addresses."""
+"""Counters of the memory traffic of launches, against brute force over addresses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_loom.testing.fixtures import SEED
 from triton_loom.witness.counters import Traffic
 
-# A kernel's launch comes with the byte addresses that it is known to touch: (program, addresses) for each access.
+# The byte addresses that a launch is known to touch: (program, addresses) for each access.
 
 Touched = list[tuple[int, np.ndarray]]
 
 
 def traffic(touched: Touched, size: int) -> Traffic:
-    """What a counter has to say of accesses to elements of `size` bytes, byte by byte."""
+    """Return the expected counters of accesses to elements of `size` bytes, counted byte by byte."""
     requested = size * sum(addresses.size for _, addresses in touched)
     per_program = {
         (program, sector)
@@ -40,13 +40,13 @@ def traffic(touched: Touched, size: int) -> Traffic:
 
 
 def addresses(tensor: torch.Tensor, offsets: Any) -> np.ndarray:
-    """Where the elements at some offsets from the first one are, in bytes."""
+    """Return the byte addresses of elements at some offsets from the first one."""
     return tensor.data_ptr() + tensor.element_size() * np.asarray(offsets, dtype=np.int64)
 
 
 @dataclass
 class Expected:
-    """A launch, to be made any number of times, and the tensors it touches: argument -> loads, stores."""
+    """A repeatable launch, and the accesses to its tensors: argument -> loads, stores."""
 
     launch: Callable[[], Any]
     touched: dict[str, tuple[torch.Tensor, Touched, Touched]]
@@ -57,7 +57,7 @@ class Expected:
         return [tensor for tensor, _, _ in self.touched.values()]
 
     def check(self) -> None:
-        """The counts of the launch are exact, with one thread and with two, and counting changes no result."""
+        """Assert that counts of the launch are exact with one and two threads, and that counting changes nothing."""
         before = [tensor.clone() for tensor in self.tensors]
         self.launch()
         want = [tensor.clone() for tensor in self.tensors]
@@ -82,7 +82,7 @@ class Expected:
 
 
 def contiguous(dtype: torch.dtype, n: int, start: int) -> Expected:
-    """From any position in a sector, with a masked tail."""
+    """Return a contiguous access from any position in a sector, with a masked tail."""
     x, y = torch.ones(n + start, dtype=dtype)[start:], torch.zeros(n + start, dtype=dtype)[start:]
     programs = triton.cdiv(n, 64)
     at = [np.arange(64 * p, min(n, 64 * p + 64)) for p in range(programs)]
@@ -103,7 +103,7 @@ def sum_columns(x_ptr, y_ptr, row_stride, rows, ROWS: tl.constexpr):
 
 
 def strided_columns() -> Expected:
-    """Every program touches one sector for each row, and shares it with others."""
+    """Return strided accesses: every program touches a sector for each row, and shares it with others."""
     x, y = torch.randn(23, 19)[:, 2:15], torch.zeros(13)
     down = np.arange(23) * 19
     return Expected(
@@ -118,21 +118,21 @@ def strided_columns() -> Expected:
 @triton.jit
 def gather_rows(x_ptr, from_ptr, y_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-    place = tl.load(from_ptr + rows)  # [ROWS]
-    x = tl.load(x_ptr + place[:, None] * COLS + cols[None, :])  # [ROWS, COLS]
+    index = tl.load(from_ptr + rows)  # [ROWS]
+    x = tl.load(x_ptr + index[:, None] * COLS + cols[None, :])  # [ROWS, COLS]
     tl.store(y_ptr + rows[:, None] * COLS + cols[None, :], x)
 
 
 def gather_of_repeated_rows() -> Expected:
     x, y = torch.randn(40, 8), torch.zeros(12, 8)
-    place = torch.tensor([3, 3, 3, 3, 7, 0, 7, 3, 39, 1, 1, 2])
+    index = torch.tensor([3, 3, 3, 3, 7, 0, 7, 3, 39, 1, 1, 2])
     cols = np.arange(8)
-    loads = [(p, addresses(x, place[4 * p : 4 * p + 4, None].numpy() * 8 + cols)) for p in range(3)]
+    loads = [(p, addresses(x, index[4 * p : 4 * p + 4, None].numpy() * 8 + cols)) for p in range(3)]
     return Expected(
-        lambda: gather_rows[(3,)](x, place, y, ROWS=4, COLS=8),
+        lambda: gather_rows[(3,)](x, index, y, ROWS=4, COLS=8),
         {
             "x_ptr": (x, loads, []),
-            "from_ptr": (place, [(p, addresses(place, np.arange(4 * p, 4 * p + 4))) for p in range(3)], []),
+            "from_ptr": (index, [(p, addresses(index, np.arange(4 * p, 4 * p + 4))) for p in range(3)], []),
             "y_ptr": (y, [], [(p, addresses(y, np.arange(32 * p, 32 * p + 32))) for p in range(3)]),
         },
     )
@@ -170,7 +170,7 @@ def add_scalars(x_ptr, y_ptr, step, n):
 
 
 def scalars_in_a_loop() -> Expected:
-    """Programs read windows that overlap, one element at a time; every other one stores nothing."""
+    """Return scalar accesses: programs read overlapping windows element by element; every other one stores nothing."""
     x, y = torch.randn(100), torch.zeros(6)
     return Expected(
         lambda: add_scalars[(6,)](x, y, 5, 9),
@@ -188,7 +188,7 @@ def histogram(x_ptr, bins_ptr, n, BLOCK: tl.constexpr):
 
 
 def atomics() -> Expected:
-    """An update is a load and a store."""
+    """Return atomic updates, each of which counts as a load and a store."""
     x, bins = torch.randint(0, 30, (150,)), torch.zeros(30, dtype=torch.int32)
     at = [np.arange(64 * p, min(150, 64 * p + 64)) for p in range(3)]
     updates = [(p, addresses(bins, x.numpy()[i])) for p, i in enumerate(at)]
@@ -240,7 +240,7 @@ def double_by_descriptor(x, y_ptr, N, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def descriptors() -> Expected:
-    """One made by the host and one by the kernel; what lies outside of their shapes is not touched."""
+    """Return accesses by a host's and a kernel's descriptor, which touch nothing outside their shapes."""
     x, y = torch.randn(30, 40), torch.zeros(30, 40)
     loads: Touched = []
     stores: Touched = []
@@ -339,7 +339,7 @@ def test_counts_of_an_empty_grid_are_zero() -> None:
 
 
 def test_a_kernel_that_counts_may_be_launched_after_its_scope() -> None:
-    """A caller may keep a compiled kernel. It still notes each byte that it touches: in memory that is there for it."""
+    """A caller may keep a compiled kernel. It still records each byte that it touches, in memory that exists for it."""
     size = 1 << 22
     x, y = torch.ones(size), torch.zeros(size)
     with triton_loom.count() as counted:

@@ -42,7 +42,7 @@ def batched_dot_kernel(
 
 @triton.jit
 def accumulate_kernel(a_ptr, b_ptr, out_ptr, steps, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """The shape of attention: the carried tile is rescaled, then accumulated into."""
+    """Rescale the carried tile, then accumulate into it, like attention."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     total = tl.full((M, N), 1.0, tl.float32)
     old = tl.zeros((M, N), tl.float32)
@@ -79,8 +79,8 @@ def test_dot(dtype: torch.dtype, shape: tuple[int, int, int], transposed: bool) 
     a, b = operand((m, k), dtype), operand((k, n), dtype)
     c = torch.randint(-9, 9, (m, n)).to(accumulator)
     out = torch.empty((m, n), dtype=accumulator)
-    given = b.t().contiguous() if transposed else b
-    dot_kernel[(1,)](a, given, c, out, M=m, N=n, K=k, OUT=out_type, TRANSPOSED=transposed)
+    stored = b.t().contiguous() if transposed else b
+    dot_kernel[(1,)](a, stored, c, out, M=m, N=n, K=k, OUT=out_type, TRANSPOSED=transposed)
     truth = exact(a) @ exact(b) + c.double()
     if accumulator == torch.int32:
         assert torch.equal(out.double(), truth)
@@ -137,15 +137,15 @@ def half_loop_kernel(a_ptr, b_ptr, out_ptr, steps, M: tl.constexpr, N: tl.conste
 
 @pytest.mark.compat
 def test_a_carried_half_accumulator_begins_with_what_it_holds() -> None:
-    """The sum is computed in fp32, in memory of its own: each step has to begin with the accumulator, and not with what
-    that memory holds. The second launch finds there what the first one left."""
+    """The sum is computed in fp32, in separate memory: each step must begin with the accumulator, not with the content
+    of that memory, where the second launch finds the first one's sum."""
     steps, m, n, k = 3, 32, 32, 16
     a, b = torch.randint(-3, 4, (steps, m, k)).half(), torch.randint(-3, 4, (steps, k, n)).half()
-    wanted = (a.float() @ b.float()).sum(0).half()  # whole numbers that fp16 has
+    expected = (a.float() @ b.float()).sum(0).half()  # whole numbers that fp16 has
     for _ in range(2):
         out = torch.empty(m, n, dtype=torch.float16)
         half_loop_kernel[(1,)](a, b, out, steps, M=m, N=n, K=k)
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
 
 
 # ---- block-scaled products ---------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def scaled_kernel(
 
 
 def scaled_operand(kind: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rows, K] operand as stored (packed along K) and its decoded values."""
+    """Return a [rows, K] operand as stored (packed along K) and its decoded values."""
     if kind == "e2m1":
         codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8)
         values = torch.from_numpy(E2M1[codes.numpy()])
@@ -266,7 +266,7 @@ def packed_kernel(
 def test_dot_scaled_is_the_dot_of_the_decoded_operands(
     pair: tuple[str, str], by_k: tuple[bool, bool], shape: tuple[int, int, int], group: int
 ) -> None:
-    """Bit for bit, and however codes of four bits are packed."""
+    """The results agree bit for bit, however 4-bit codes are packed."""
     m, n, k = shape
     stored, wide, factors = [], [], []
     for kind, rows, packed_by_k in zip(pair, (m, n), by_k, strict=True):
@@ -295,7 +295,7 @@ def test_dot_scaled_is_the_dot_of_the_decoded_operands(
 
 
 @pytest.mark.compat
-def test_scale_codes_at_the_ends() -> None:
+def test_smallest_and_largest_scale_codes() -> None:
     """e8m0 0 is 2^-127 (an fp32 denormal), 255 is NaN and poisons its group."""
     m = n = 16
     k = 64

@@ -1,4 +1,4 @@
-"""tl.dot of int8: exact sums that wrap, by whatever instruction, from operands however they lie in memory."""
+"""tl.dot of int8: exact sums that wrap, for every instruction and every memory layout of the operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def matmul_kernel(
     a_ptr, b_ptr, c_ptr, out_ptr, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B_IS: tl.constexpr,
 ):  # fmt: skip
-    """c + a b, with a [M, K]; b is [K, N] if plain, else [N, K]."""
+    """Compute c + a b, with a [M, K]; b is [K, N] if plain, else [N, K]."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (m[:, None] < M) & (n[None, :] < N)
@@ -44,14 +44,14 @@ def matmul_kernel(
 
 
 def whole_range(*shape: int) -> torch.Tensor:
-    """All int8, and rows of nothing but the least or the largest."""
+    """Return random int8, with rows that are all minimum or all maximum."""
     numbers = torch.randint(-128, 128, shape, dtype=torch.int8)
     numbers[::5], numbers[2::7] = -128, 127
     return numbers
 
 
 def sums(*shape: int) -> torch.Tensor:
-    """All int32: most sums wrap around."""
+    """Return random int32, so that most sums wrap around."""
     numbers = torch.randint(-(2**31), 2**31, shape).int()
     numbers[::2, ::3], numbers[1::2, ::3] = -(2**31), 2**31 - 1
     return numbers
@@ -66,10 +66,10 @@ def multiply(
 ) -> tuple[torch.Tensor, str]:
     (m, k), n = a.shape, b.shape[1]
     bm, bn, bk = blocks
-    given = b if b_is == "plain" else b.t().contiguous()
+    operand = b if b_is == "plain" else b.t().contiguous()
     out = torch.empty_like(c)
     kernel = matmul_kernel[triton.cdiv(m, bm), triton.cdiv(n, bn)](
-        a, given, c, out, m, n, k, BM=bm, BN=bn, BK=bk, B_IS=b_is, **options
+        a, operand, c, out, m, n, k, BM=bm, BN=bn, BK=bk, B_IS=b_is, **options
     )
     return out, kernel.asm["c"]
 
@@ -88,14 +88,14 @@ def test_exact_at_every_edge(blocks: Sizes, b_is: str) -> None:
         assert torch.equal(out, exact(a, b, c)), (m, n, k)
     if blocks[2] >= 64:
         assert "load_first<i8x64>" in source  # a register full of A at a time
-    turned = b_is != "plain" and blocks[1] >= 16 and blocks[2] >= 64
-    assert f"dot_i8<{', '.join(map(str, blocks))}{', true' * turned}>(tiles, " in source
+    transposed = b_is != "plain" and blocks[1] >= 16 and blocks[2] >= 64
+    assert f"dot_i8<{', '.join(map(str, blocks))}{', true' * transposed}>(tiles, " in source
 
 
 @pytest.mark.parametrize("left", [-128, 127])
 @pytest.mark.parametrize("right", [-128, 127])
-def test_the_ends_of_the_range(left: int, right: int) -> None:
-    """-128 times -128, four at a time, leaves what 16 bits hold; on top of sums at the ends of int32."""
+def test_sums_at_the_ends_of_the_range(left: int, right: int) -> None:
+    """Four products of -128 and -128 exceed 16 bits; they are added to sums at the ends of int32."""
     a, b = torch.full((64, 256), left, dtype=torch.int8), torch.full((256, 64), right, dtype=torch.int8)
     for begin in (-(2**31), 0, 2**31 - 1):
         c = torch.full((64, 64), begin).int()
@@ -106,14 +106,14 @@ def test_the_ends_of_the_range(left: int, right: int) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
 @pytest.mark.parametrize("arch", ["x86-64", "x86-64-v3"])
 @pytest.mark.parametrize("b_is", ["plain", "turned"])
-def test_other_instructions_give_the_same(arch: str, b_is: str) -> None:
+def test_other_instructions_give_the_same_sums(arch: str, b_is: str) -> None:
     a, b, c = whole_range(80, 200), whole_range(200, 70), sums(80, 70)
     assert torch.equal(multiply(a, b, c, (32, 32, 64), b_is, arch=arch)[0], exact(a, b, c))
 
 
 @triton.jit
 def two_depths_kernel(a_ptr, b_ptr, out_ptr, S: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr):
-    """Tiles of the processor are shaped for one depth, then for another, then for the first again."""
+    """Configure the processor's tiles for one depth, then for another, then for the first again."""
     i, short, long = tl.arange(0, S), tl.arange(0, SHORT), tl.arange(0, LONG)
     total = tl.zeros((S, S), tl.int32)
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_dots_of_two_depths_in_one_kernel() -> None:
 
 @triton.jit
 def banded_kernel(a_ptr, b_ptr, out_ptr, low, high, S: tl.constexpr):
-    """Masks that do not begin with the first element."""
+    """Multiply with masks that do not begin with the first element."""
     i = tl.arange(0, S)
     band = (i >= low) & (i < high)
     a = tl.load(a_ptr + i[:, None] * S + i[None, :], mask=band[None, :], other=1)
@@ -180,17 +180,17 @@ def test_batches(turned: bool) -> None:
 
 
 def test_torch_uses_the_same_tiles_on_the_same_threads() -> None:
-    """PyTorch's products leave the processor's tiles shaped; each of the two finds its own again."""
+    """PyTorch's products leave the processor's tiles configured; each of the two finds its own configuration again."""
     torch.set_num_threads(2)
     a, b, c = whole_range(256, 192), whole_range(192, 160), sums(256, 160)
-    wanted, product = exact(a, b, c), exact(a, b, torch.zeros_like(c))
+    expected, product = exact(a, b, c), exact(a, b, torch.zeros_like(c))
     x, y = torch.randn(256, 200).bfloat16(), torch.randn(200, 144).bfloat16()
     theirs = x @ y
     for _ in range(10):
         assert torch.equal(torch._int_mm(a, b), product)
-        assert torch.equal(multiply(a, b, c, (32, 32, 32), "plain")[0], wanted)
+        assert torch.equal(multiply(a, b, c, (32, 32, 32), "plain")[0], expected)
         assert torch.equal(x @ y, theirs)
-        assert torch.equal(multiply(a, b, c, (32, 32, 32), "turned")[0], wanted)
+        assert torch.equal(multiply(a, b, c, (32, 32, 32), "turned")[0], expected)
 
 
 @pytest.mark.parametrize("b_is", ["plain", "turned"])

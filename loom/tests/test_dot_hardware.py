@@ -1,4 +1,4 @@
-"""TRITON_LOOM_HARDWARE_DOT: dots of bf16 by the processor's own tiles, and what asking for it must not change."""
+"""TRITON_LOOM_HARDWARE_DOT: bf16 dots by the processor's tiles, and everything that the option must not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from triton_loom.testing import EPS32, assert_same, check
 
 
 def has_tiles() -> bool:
-    """Whether the processor has AMX tiles for bf16, the compiler knows them, and Linux grants them."""
+    """Return whether the processor has AMX tiles for bf16, the compiler knows them, and Linux grants them."""
     if "amx_bf16" not in toolchain.processor():
         return False
     command = [*toolchain.compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
@@ -40,7 +40,7 @@ needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="this machine has no AMX 
 
 @pytest.fixture
 def hardware(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launches of the test are those of a process that asked for the processor's own dots."""
+    """Make the test's launches those of a process that enables hardware dots."""
     monkeypatch.setenv("TRITON_LOOM_HARDWARE_DOT", "1")
     previous = driver._active
     driver.set_active(LoomDriver())
@@ -49,11 +49,11 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # ---- the two orders of summation --------------------------------------------------------------------------
-# A product of two bf16 numbers is an fp32 number, so a fused multiply-add is an addition of it.
+# A product of two bf16 numbers is exact in fp32, so a fused multiply-add is the same as an addition.
 
 
 def in_order(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """c + a b, as a dot is without the option."""
+    """Return c + a b in the order of a dot without the option."""
     a, b = a.float(), b.float()
     for k in range(a.shape[-1]):
         c = c + a[..., :, k, None] * b[..., k, None, :]
@@ -61,7 +61,7 @@ def in_order(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def by_tiles(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """c + a b, 32 steps at a time: the even and the odd ones apart."""
+    """Return c + a b, 32 steps at a time: the even and the odd ones separately."""
     a, b = a.float(), b.float()
     pad = -a.shape[-1] % 32
     a, b = torch.nn.functional.pad(a, (0, pad)), torch.nn.functional.pad(b, (0, 0, 0, pad))
@@ -77,7 +77,7 @@ promised = by_tiles if HAS_TILES else in_order
 
 
 def check_dot(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-    """Bit for bit in the promised order, and as near to the truth as that order comes."""
+    """Assert that a dot has the bits of the promised order, and the accuracy of that order."""
     assert_same(out, promised(a, b, c))
     k = a.shape[-1]
     roundings = 16 + 1 + k / 32 + 1 if HAS_TILES else k + 1
@@ -86,7 +86,7 @@ def check_dot(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tens
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Magnitudes over many binades, so that another order of summation rounds differently."""
+    """Return magnitudes over many binades, so that another order of summation rounds differently."""
     return (torch.randn(shape) * 2.0 ** torch.randint(-6, 6, shape)).bfloat16()
 
 
@@ -118,7 +118,7 @@ def dot_kernel(
 def matmul_kernel(
     x_ptr, w_ptr, out_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr
 ):
-    """x [M, K] times the transpose of w [N, K], every edge masked."""
+    """Multiply x [M, K] by the transpose of w [N, K], every edge masked."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
@@ -152,7 +152,7 @@ def batched_kernel(
 
 @triton.jit
 def chain_kernel(q_ptr, k_ptr, v_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """The shape of attention: a dot's result, rounded, is the next one's operand; the sum is rescaled."""
+    """Use a dot's rounded result as the next one's operand and rescale the sum, like attention."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q = tl.load(q_ptr + m[:, None] * D + d[None, :])
     total = tl.full((M, D), 1.0, tl.float32)
@@ -176,8 +176,8 @@ def test_dot(hardware: None, shape: tuple[int, int, int], b_is: str) -> None:
     m, n, k = shape
     a, b, c = numbers(m, k), numbers(k, n), numbers(m, n).float()
     out = torch.empty(m, n)
-    given = b if b_is == "plain" else b.t().contiguous()
-    kernel = dot_kernel[(1,)](a, given, c, out, M=m, N=n, K=k, B_IS=b_is)
+    operand = b if b_is == "plain" else b.t().contiguous()
+    kernel = dot_kernel[(1,)](a, operand, c, out, M=m, N=n, K=k, B_IS=b_is)
     assert (
         f"dot_bf16<{m}, {n}, {k}{', true' if b_is in ('turned', 'strided', 'computed') else ''}>"
         in (kernel.asm["c"])
@@ -203,8 +203,8 @@ def test_ragged_edges(
 def test_batches(hardware: None, turned: bool) -> None:
     a, b = numbers(4, 16, 64), numbers(4, 64, 32)
     out = torch.empty(4, 16, 32)
-    given = b.transpose(1, 2).contiguous() if turned else b
-    kernel = batched_kernel[(1,)](a, given, out, B=4, M=16, N=32, K=64, TURNED=turned)
+    operand = b.transpose(1, 2).contiguous() if turned else b
+    kernel = batched_kernel[(1,)](a, operand, out, B=4, M=16, N=32, K=64, TURNED=turned)
     assert "dot_bf16<16, 32, 64" in kernel.asm["c"]
     check_dot(out, a, b, torch.zeros(4, 16, 32))
 
@@ -232,8 +232,8 @@ def test_infinities_and_nan(hardware: None) -> None:
     assert_same(out, promised(a, b, c))
 
 
-def test_whatever_does_not_fit_keeps_its_bits(hardware: None) -> None:
-    """Tiles that are too small for the processor's, and other types."""
+def test_dots_that_do_not_fit_keep_their_bits(hardware: None) -> None:
+    """These are tiles smaller than the processor's, and other types."""
     for m, n, k in [(8, 64, 64), (64, 8, 64), (64, 64, 16)]:
         a, b, c = numbers(m, k), numbers(k, n), numbers(m, n).float()
         out = torch.empty(m, n)
@@ -250,9 +250,9 @@ def test_a_machine_without_tiles_takes_the_products_in_order() -> None:
     out = torch.empty(64, 64)
     if os.uname().machine != "x86_64":
         pytest.skip("names an x86 processor")
-    for b_is, given in (("plain", b), ("turned", b.t().contiguous())):
+    for b_is, operand in (("plain", b), ("turned", b.t().contiguous())):
         kernel = dot_kernel[(1,)]
-        kernel(a, given, c, out, M=64, N=64, K=64, B_IS=b_is, hardware_dot=True, arch="x86-64")
+        kernel(a, operand, c, out, M=64, N=64, K=64, B_IS=b_is, hardware_dot=True, arch="x86-64")
         assert_same(out, in_order(a, b, c))
 
 
@@ -279,7 +279,7 @@ def test_bits_do_not_depend_on_threads(hardware: None) -> None:
 
 
 def test_torch_uses_the_same_tiles_on_the_same_threads(hardware: None) -> None:
-    """PyTorch's bf16 products leave tiles shaped; each of the two finds its own again."""
+    """PyTorch's bf16 products leave tiles configured; each of the two finds its own configuration again."""
     torch.set_num_threads(2)
     a, b = numbers(256, 200), numbers(200, 144)
     theirs, ours = a @ b, multiply()
@@ -318,7 +318,7 @@ def test_a_stray_operand_is_found(hardware: None) -> None:
 # ---- asking for it, and the caches ----------------------------------------------------------------------------
 
 
-def test_nothing_changes_unasked() -> None:
+def test_nothing_changes_without_the_option() -> None:
     a, b, c, out = numbers(32, 64), numbers(64, 32), numbers(32, 32).float(), torch.empty(32, 32)
     kernel = dot_kernel[(1,)](a, b.t().contiguous(), c, out, M=32, N=32, K=64, B_IS="turned")
     assert "dot_bf16" not in kernel.asm["c"]
@@ -326,7 +326,7 @@ def test_nothing_changes_unasked() -> None:
     assert_same(out, in_order(a, b, c))
 
 
-def test_one_launch_may_ask() -> None:
+def test_a_single_launch_can_enable_it() -> None:
     a, b, c = numbers(32, 64), numbers(64, 32), numbers(32, 32).float()
     out = torch.empty(32, 32)
     for asked in (False, True, False, True):
@@ -334,7 +334,7 @@ def test_one_launch_may_ask() -> None:
         assert_same(out, (promised if asked else in_order)(a, b, c))
 
 
-def test_within_a_process_kernels_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_is_in_the_key_within_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = numbers(32, 64), numbers(64, 32), numbers(32, 32).float()
     out = torch.empty(32, 32)
     previous = driver._active
@@ -348,7 +348,7 @@ def test_within_a_process_kernels_are_kept_apart(monkeypatch: pytest.MonkeyPatch
         driver.set_active(previous)
 
 
-def test_every_key_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     drivers = []
     for asked in ("0", "1"):
         monkeypatch.setenv("TRITON_LOOM_HARDWARE_DOT", asked)
@@ -364,9 +364,9 @@ def test_every_key_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not LoomBackend(GPUTarget("cpu", "native", 1)).parse_options({}).hardware_dot
 
 
-def test_other_words_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_LOOM_HARDWARE_DOT", "yes")
-    with pytest.raises(ValueError, match="TRITON_LOOM_HARDWARE_DOT is 0 or 1; got 'yes'"):
+    with pytest.raises(ValueError, match="TRITON_LOOM_HARDWARE_DOT must be 0 or 1; got 'yes'"):
         LoomDriver()
 
 
@@ -384,7 +384,7 @@ print("dot_bf16" in square[(1,)](torch.ones(32, 32).bfloat16(), S=32).asm["c"])
 
 
 @pytest.mark.slow
-def test_on_disk_kernels_are_kept_apart(tmp_path: Path) -> None:
+def test_the_option_is_in_the_key_on_disk(tmp_path: Path) -> None:
     log, program, wrapper = tmp_path / "log", tmp_path / "launch.py", tmp_path / "g++"
     program.write_text(ONE_LAUNCH)
     wrapper.write_text(f'#!/bin/sh\necho run >> {log}\nexec g++ "$@"\n')

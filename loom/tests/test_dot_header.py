@@ -26,7 +26,7 @@ Library = ctypes.CDLL
 Loader = Callable[[str, list[str]], Library]
 Shape = tuple[int, int, int]
 
-# M, N, K: every register block, every way of converting operands, and more of each side than one part holds.
+# M, N, K: every register block, every way of converting operands, and sides larger than one part.
 SHAPES: list[Shape] = [
     (1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1), (2, 2, 2), (32, 2, 16), (4, 4, 128), (64, 8, 32),
     (2, 128, 16), (4, 128, 32), (8, 16, 4), (16, 16, 32), (32, 32, 32), (16, 256, 64), (64, 64, 128),
@@ -38,7 +38,7 @@ TURNED_SHAPES = {
     "i8_turned": [(m, n, k) for m, n, k in SHAPES if n >= 16 and k >= 64],
 }
 
-# What the arguments of each function are made of: elements of A and B, elements of C, how it is called.
+# The arguments of each function: elements of A and B, elements of C, the call.
 KINDS = {
     "f32": ("f32", "f32", "dot<f32, {}>("),
     "f64": ("f64", "f64", "dot<f64, {}>("),
@@ -164,7 +164,7 @@ def pointer(values: Array) -> ctypes.c_void_p:
 
 
 def aligned(values: Array) -> Array:
-    """A copy that begins at a multiple of 64 bytes, as every tile does."""
+    """Return a copy aligned to 64 bytes, like every tile."""
     room = np.empty(values.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     copy: Array = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
@@ -173,7 +173,7 @@ def aligned(values: Array) -> Array:
 
 
 def run(library: Library, kind: str, a: Array, b: Array, c: Array, pad: int = 0) -> Array:
-    """C + A B by the header; with `pad`, rows of A and B lie that many elements further apart."""
+    """Return C + A B by the header; with `pad`, the strides of A's and B's rows are larger by that many elements."""
     (m, k), n = a.shape, b.shape[1]
     b = b.T if kind in TURNED_SHAPES else b
     spaced_a, spaced_b = (aligned(np.pad(x, ((0, 0), (0, pad)), constant_values=1)) for x in (a, b))
@@ -190,13 +190,13 @@ def expected(scalar: Library, kind: str, a: Array, b: Array, c: Array) -> Array:
 
 
 def same_bits(x: Array, y: Array) -> bool:
-    """All NaNs count as one: which payload survives an operation is the hardware's choice."""
+    """Return whether the bits agree; all NaNs count as equal, because their payload is the hardware's choice."""
     numbers = ~(np.isnan(x) & np.isnan(y))
     return bool(x[numbers].tobytes() == y[numbers].tobytes())
 
 
 def floats(rng: np.random.Generator, rows: int, cols: int, dtype: type = np.float32) -> Array:
-    """Magnitudes over many binades, so that every other order of summation rounds differently."""
+    """Return magnitudes over many binades, so that every other order of summation rounds differently."""
     return (rng.standard_normal((rows, cols)) * 2.0 ** rng.integers(-12, 12, (rows, cols))).astype(dtype)
 
 
@@ -222,7 +222,7 @@ def test_floats_take_every_product_in_order(
 
 
 def check_integers(library: Library, kind: str, shape: Shape, pad: int) -> None:
-    """Numbers of the whole range, and rows and columns of nothing but its ends, on sums that wrap around."""
+    """Test numbers of the whole range, with rows and columns of only its ends, and sums that wrap around."""
     m, n, k = shape
     rng = np.random.default_rng(m * n * k)
     dtype = np.int32 if kind == "i32" else np.int8
@@ -247,8 +247,8 @@ def test_integers_are_exact_and_wrap(compiled: Library, shape: Shape, pad: int) 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
 @pytest.mark.parametrize("instructions", ["avx512vnni", "avx512bw", "avxvnni"])
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_bytes_by_every_instruction(loader: Loader, compiler: str, instructions: str) -> None:
-    """Those that a better one hides where the processor has it."""
+def test_bytes_agree_for_every_instruction(loader: Loader, compiler: str, instructions: str) -> None:
+    """This includes instructions that the processor replaces by better ones."""
     flags, needed = {
         "avx512vnni": ("-march=skylake-avx512 -mavx512vnni", "avx512_vnni"),
         "avx512bw": ("-march=skylake-avx512", "avx512bw"),
@@ -287,7 +287,7 @@ def test_denormals_infinities_and_nan(
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, compiler: str) -> None:
+def test_bf16_on_tiles_has_the_documented_order(loader: Loader, scalar: Library, compiler: str) -> None:
     kinds = ["bf16", "bf16_turned"]
     library = loader(harness(kinds, TILED_SHAPES), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
     if not library.has_tiles():
@@ -304,7 +304,7 @@ def test_bf16_on_tiles_is_what_the_header_says(loader: Loader, scalar: Library, 
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_tiles_are_left_as_they_were_found(loader: Loader, compiler: str) -> None:
+def test_the_tile_configuration_is_restored(loader: Loader, compiler: str) -> None:
     library = loader(harness([], []), [compiler, "-march=native", "-DLOOM_DOT_BF16_HARDWARE"])
     if not library.has_tiles():
         pytest.skip("this machine has no AMX tiles")

@@ -1,7 +1,7 @@
-"""The CPU as a Triton device: when it is the current one, how it launches, what it answers.
+"""The CPU as a Triton device: its activation, its launches, and its properties.
 
-The first half launches kernels written by hand against include/launch.h, so that what fails is the launch;
-the second half goes through `@triton.jit`.
+The first half launches kernels written by hand against include/launch.h, so that only the launch can fail; the
+second half goes through `@triton.jit`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_the_cpu() -> Iterator[None]:
 def by_hand(
     body: str, signature: dict[str, Any], args: str, scratch: int = 0, **metadata: Any
 ) -> Callable[..., None]:
-    """`launch((x, y, z), *args)` of a kernel given as the C++ of its Args and of its program."""
+    """Return `launch((x, y, z), *args)` for a kernel given as the C++ of its Args and of its program."""
     text = f"""
         #include "launch.h"
         struct Args {{ {args} }};
@@ -99,7 +99,7 @@ def test_an_impossible_grid_is_refused(grid: tuple[int, int, int]) -> None:
         by_hand("", {"n": "i32"}, "i32 n;")(grid, 1)
 
 
-# Every program waits until as many threads as were promised have begun one.
+# Every program waits until the promised number of threads have begun one.
 RECORD_THREAD = """
     a.thread[p.id[0]] = gettid();
     __atomic_fetch_add(a.begun, 1, __ATOMIC_RELAXED);
@@ -116,16 +116,16 @@ def threads_of(launch: Callable[..., None], programs: int, promised: int) -> set
 
 class TestThreads:
     @pytest.mark.parametrize("threads", THREADS)
-    def test_as_many_as_torch_has(self, threads: int) -> None:
+    def test_launches_use_as_many_threads_as_torch(self, threads: int) -> None:
         torch.set_num_threads(threads)
         assert len(threads_of(by_hand(RECORD_THREAD, *RECORD), 64, threads)) == threads
 
-    def test_no_more_than_programs(self) -> None:
+    def test_launches_use_no_more_threads_than_programs(self) -> None:
         torch.set_num_threads(4)
         assert len(threads_of(by_hand(RECORD_THREAD, *RECORD), 2, 2)) == 2
 
-    def test_torchs_own(self) -> None:
-        """A second pool would add threads to the process; these are the ones that torch has started."""
+    def test_launches_use_torchs_own_threads(self) -> None:
+        """A second pool would add threads to the process; these are torch's."""
         torch.set_num_threads(4)
         torch.randn(1 << 20).exp_().sum()
         before = set(os.listdir("/proc/self/task"))
@@ -134,7 +134,7 @@ class TestThreads:
         assert set(os.listdir("/proc/self/task")) == before
 
     def test_cooperative_programs_all_run_at_once(self) -> None:
-        """More programs than cores, each waiting for all others; although the kernel also asks for order."""
+        """There are more programs than cores, each waiting for all others, although the kernel is also serial."""
         torch.set_num_threads(1)
         launch = by_hand(RECORD_THREAD, *RECORD, launch_cooperative_grid=True, serial=True)
         assert len(threads_of(launch, 9, 9)) == 9
@@ -153,7 +153,7 @@ def test_serial_programs_run_in_order() -> None:
     assert order.tolist() == [x + 100 * y for y in range(7) for x in range(10)]
 
 
-# Fills scratch memory with the program's number, gives the others time, and looks whether it is still there.
+# Fills scratch memory with the program's number, gives the others time, and checks whether it is still there.
 OWN_SCRATCH = """
     i32 *own = (i32 *)p.scratch;
     if ((u64)own % 64) fail(p, "alignment");
@@ -165,16 +165,16 @@ OWN_SCRATCH = """
 
 
 def test_scratch_memory_is_each_threads_own() -> None:
-    """Also when several threads of the caller launch at once: 4 x 3 threads share nothing."""
+    """This holds even if several of the caller's threads launch at once: 4 x 3 threads share nothing."""
     torch.set_num_threads(3)
     launch = by_hand(OWN_SCRATCH, {"salt": "i32", "done": "*i32"}, "i32 salt; i32 *done;", scratch=1000)
 
     def caller(salt: int) -> int:
         torch.set_num_threads(3)
-        done = torch.zeros(1, dtype=torch.int32)
+        finished = torch.zeros(1, dtype=torch.int32)
         for _ in range(20):
-            launch((50, 1, 1), salt, done)
-        return int(done)
+            launch((50, 1, 1), salt, finished)
+        return int(finished)
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(caller, [0, 1000, 2000, 3000])) == [1000] * 4
@@ -252,7 +252,7 @@ def test_tuples_are_flattened_and_constants_left_out() -> None:
     assert got == struct.pack("@PiqP", x.data_ptr(), 7, 9, y.data_ptr())
 
 
-def test_descriptors_are_taken_apart() -> None:
+def test_descriptors_are_unpacked() -> None:
     x = torch.zeros(6, 16, dtype=torch.float16)
     got = packed(
         {"x": "tensordesc<fp16[4, 8]>"}, TensorDescriptor(x, [6, 16], [16, 1], [4, 8], padding="nan")
@@ -279,7 +279,7 @@ def test_a_tensor_elsewhere_is_refused(wrap: Callable[[torch.Tensor], Any]) -> N
 
 
 class Other(LoomDriver):
-    """Stands for a backend of somebody else."""
+    """Stand-in for another backend."""
 
     answer = True
 
@@ -306,14 +306,14 @@ def test_active_without_other_devices(undecided: pytest.MonkeyPatch) -> None:
     assert LoomDriver.is_active()
 
 
-def test_steps_back_for_any_other_device(undecided: pytest.MonkeyPatch) -> None:
+def test_defers_to_any_other_device(undecided: pytest.MonkeyPatch) -> None:
     undecided.setitem(backends, "other", Backend(backends["cpu"].compiler, Other))
     assert not LoomDriver.is_active()
     undecided.setattr(Other, "answer", False)
     assert LoomDriver.is_active()
 
 
-def test_can_be_asked_for(undecided: pytest.MonkeyPatch) -> None:
+def test_can_be_requested(undecided: pytest.MonkeyPatch) -> None:
     undecided.setitem(backends, "other", Backend(backends["cpu"].compiler, Other))
     undecided.setenv("TRITON_DEFAULT_BACKEND", "cpu")
     assert LoomDriver.is_active()
@@ -346,7 +346,7 @@ def test_a_device_of_its_own() -> None:
 
 
 def test_import_triton_stays_light() -> None:
-    """Importing Triton finds the backend, and brings in nothing that Triton alone would not."""
+    """Importing Triton finds the backend, and imports nothing that Triton alone would not."""
     code = """if True:
         import sys, triton
         print("cpu" in triton.backends.backends)
@@ -364,7 +364,7 @@ def test_import_triton_stays_light() -> None:
 
 
 def test_loom_may_be_used_before_triton_is_imported() -> None:
-    """Triton imports Loom's driver while it is being imported, which must not be the other way round."""
+    """Triton imports Loom's driver during its own import; Loom must not import Triton first."""
     code = """if True:
         import triton_loom
         with triton_loom.active(), triton_loom.sanitize() as seen, triton_loom.count() as counted:
@@ -420,7 +420,7 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 def test_missing_and_wrong_arguments_are_named() -> None:
-    """Of a compiled kernel, which takes arguments as they come. Constants may be left out, and are not looked at."""
+    """A compiled kernel takes arguments unchecked. Constants may be left out, and are not checked."""
     x, y, out = torch.ones(3, 16)
     compiled = add_kernel[(1,)](x, y, out, 16, BLOCK=16)
     compiled[(1, 1, 1)](x, y, out, 16)
@@ -471,7 +471,7 @@ def test_warmup_compiles_without_running() -> None:
     kernel._init_handles()
     device = triton.runtime.driver.active.get_active_torch_device()
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    # The usual estimate of how many programs a GPU holds.
+    # The usual estimate of the number of resident programs on a GPU.
     by_registers = properties["max_num_regs"] // (kernel.n_regs * properties["warpSize"] * 8)
     by_memory = properties["max_shared_mem"] // kernel.metadata.shared
     assert properties["multiprocessor_count"] * min(by_registers, by_memory) > 0
@@ -521,7 +521,7 @@ def descriptor_kernel(source, target, columns, scale, flag):
 
 @pytest.mark.parametrize("padding", ["zero", "nan"])
 def test_descriptor_arguments(padding: str) -> None:
-    """Between other arguments, so that a wrong layout of any shows."""
+    """Descriptors stand between other arguments, so that any wrong layout shows."""
     x, out = torch.randn(6, 40), torch.zeros(8, 48)
     source = TensorDescriptor(x, [6, 40], [40, 1], [4, 16], padding=padding)
     descriptor_kernel[(2,)](source, TensorDescriptor(out, [8, 48], [48, 1], [4, 16]), 48, 0.5, True)
@@ -580,7 +580,7 @@ def test_libdevice() -> None:
     torch.testing.assert_close(out, x.square().exp())
 
 
-def test_libdevice_says_what_it_lacks() -> None:
+def test_missing_libdevice_functions_are_named() -> None:
     with pytest.raises(triton.CompilationError, match=r"libdevice\.add_rz does not exist on the CPU"):
         rounding_kernel[(1,)](torch.ones(64), torch.ones(64), BLOCK=64)
     with pytest.raises(

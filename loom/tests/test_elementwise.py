@@ -17,7 +17,7 @@ from formats import FORMATS, exact, rounded
 from support import FLOATS, INTEGERS, TRITON, compat, numpy_dtype, random_values, short
 from triton_loom.testing import assert_same
 
-# NumPy's overflows and NaN are what is being compared.
+# NumPy's overflows and NaN are intended here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 SCALARS = 0  # as a block size: one program per element, and no tile anywhere
@@ -25,8 +25,8 @@ WIDTHS = [1, 2, 4, 8, 16]
 
 
 @triton.jit
-def place(BLOCK: tl.constexpr):
-    """Which elements a program works on: a tile of them, or a single one by a scalar index."""
+def offsets_of(BLOCK: tl.constexpr):
+    """Return the offsets of a program's elements: a tile of them, or a scalar index."""
     if BLOCK == 0:
         return tl.program_id(0)
     else:
@@ -42,7 +42,7 @@ def launch(kernel: triton.JITFunction, n: int, block: int, *args: object, **cons
 
 @triton.jit
 def integer_arithmetic(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     on = at < n
     x, y = tl.load(x_ptr + at, on, 0), tl.load(y_ptr + at, on, 0)
     out_ptr += at
@@ -72,7 +72,7 @@ def integer_arithmetic(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def compare(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     on = at < n
     x, y = tl.load(x_ptr + at, on, 0), tl.load(y_ptr + at, on, 0)
     out_ptr += at
@@ -96,7 +96,7 @@ def truncated_division(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def pairs(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of the 8-bit types; of the others, extremes, and multiples of divisors of any size."""
+    """Return all pairs of the 8-bit types; for other types, extremes, and multiples of divisors of any size."""
     kind = numpy_dtype(dtype)
     info = np.iinfo(kind)
     if kind.itemsize == 1:
@@ -166,7 +166,7 @@ def check_integers(dtype: torch.dtype, blocks: list[int]) -> None:
 
 @triton.jit
 def boolean_logic(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     on = at < n
     x, y = tl.load(x_ptr + at, on, False), tl.load(y_ptr + at, on, False)
     out_ptr += at
@@ -243,7 +243,7 @@ def test_conditions_of_scalars() -> None:
 
 @triton.jit
 def float_arithmetic(x_ptr, y_ptr, z_ptr, out_ptr, wide_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     on = at < n
     x, y, z = tl.load(x_ptr + at, on, 0), tl.load(y_ptr + at, on, 0), tl.load(z_ptr + at, on, 0)
     out_ptr += at
@@ -274,7 +274,7 @@ def float_arithmetic(x_ptr, y_ptr, z_ptr, out_ptr, wide_ptr, n, BLOCK: tl.conste
 
 
 def numbers_of(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Specials in all pairs, random bit patterns (so every exponent occurs), and numbers of common size."""
+    """Return special values in all pairs, random bit patterns (so every exponent occurs), and ordinary numbers."""
     info = torch.finfo(dtype)
     specials = [0.0, 1.0, 1.5, 2.5, 3.0, info.max, info.tiny, info.tiny / 2, info.smallest_normal * info.eps]
     specials = [*specials, 1 + info.eps, 1 - info.eps / 2, torch.inf, torch.nan]
@@ -287,13 +287,13 @@ def numbers_of(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def lesser(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The smaller one, NaN only where both are, and -0 below +0."""
-    least = np.fmin(x, y)
-    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), x, y), least)
+    """Return the smaller one; NaN only where both are NaN, and -0 below +0."""
+    minimum = np.fmin(x, y)
+    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), x, y), minimum)
 
 
 def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """x * y + z, rounded once. Exact rationals decide on which side of the float64 the truth lies."""
+    """Return x * y + z, rounded once. Exact rationals decide on which side of the float64 the truth lies."""
     with np.errstate(all="ignore"):
         result = np.where(np.isfinite(x * 0 + y * 0) & np.isinf(z), z, x * y + z)
     if dtype == torch.float64:
@@ -366,7 +366,7 @@ PREDICATES += ["ueq", "ugt", "uge", "ult", "ule", "une", "uno", "true"]
 
 
 def test_every_float_predicate(tmp_path: Path) -> None:
-    """Triton's language only yields some of them, its optimiser may yield any: so this kernel is TTIR."""
+    """Triton's language yields only some of them, its optimizer may yield any: so this kernel is TTIR."""
     stores = "".join(
         f"""
     %c{i} = arith.cmpf {name}, %x, %y : tensor<64xf32>
@@ -414,7 +414,7 @@ def test_every_float_predicate(tmp_path: Path) -> None:
 
 @triton.jit
 def functions(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     on = at < n
     x = tl.load(x_ptr + at, on, 0)
     out_ptr += at
@@ -429,7 +429,7 @@ def functions(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def by_mpmath(function: Callable) -> Callable[[np.ndarray], np.ndarray]:
-    """The function to 30 digits, as the nearest float64 and the rest."""
+    """Return a function to 30 digits, as the nearest float64 and the rest."""
 
     def apply(x: np.ndarray) -> np.ndarray:
         with mpmath.workdps(40 + 310 if np.abs(x[np.isfinite(x)]).max() > 1e20 else 40):
@@ -458,7 +458,7 @@ MATH = {
 
 
 def spread(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Common sizes, both ends of every function's range, and each exponent of the type."""
+    """Return ordinary numbers, both ends of every function's range, and each exponent of the type."""
     info = torch.finfo(dtype)
     kind = {"dtype": torch.float64}
     edge = math.log(info.max)
@@ -475,7 +475,7 @@ def spread(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def last_place(truth: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The distance between neighbouring numbers of the type at this size."""
+    """Return the distance between neighboring numbers of the type at this size."""
     info = np.finfo(dtype)
     size = np.maximum(np.abs(truth), float(info.smallest_normal))
     return np.ldexp(1.0, np.frexp(size)[1] - 1 - info.nmant)
@@ -507,7 +507,7 @@ def test_float64_functions_within_one_ulp() -> None:
 def check_ulps(
     name: str, x: np.ndarray, got: np.ndarray, head: np.ndarray, rest: np.ndarray | float, dtype: np.dtype
 ) -> None:
-    """`got` is within one unit in the last place of head + rest, and equal to it if that is not finite."""
+    """Assert that `got` is within one ulp of head + rest, and equal to it if that is not finite."""
     largest = float(np.finfo(dtype).max)
     overflow = np.abs(head) > largest + last_place(np.array(largest), dtype) / 2
     special = ~np.isfinite(head) | overflow
@@ -515,8 +515,8 @@ def check_ulps(
     assert_same(got[special], want[special], f"{name} of special values")
     error = np.abs((got - head) - rest)[~special] / last_place(head[~special], dtype)
     worst = np.argmax(np.nan_to_num(error, nan=np.inf))
-    where = f"{name}({x[~special][worst]!r}) = {got[~special][worst]!r}, not {head[~special][worst]!r}"
-    assert error[worst] <= 1, f"{error[worst]:.3g} ulp: {where}"
+    message = f"{name}({x[~special][worst]!r}) = {got[~special][worst]!r}, not {head[~special][worst]!r}"
+    assert error[worst] <= 1, f"{error[worst]:.3g} ulp: {message}"
 
 
 def test_functions_of_special_values() -> None:
@@ -544,7 +544,7 @@ def test_functions_of_special_values() -> None:
 
 @triton.jit
 def composed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     x = tl.load(x_ptr + at)
     tl.store(out_ptr + at, tl.sigmoid(x))
     tl.store(out_ptr + n + at, tl.softmax(x))
@@ -566,7 +566,7 @@ def test_composed_functions() -> None:
 
 @triton.jit
 def mix(i8, u8, i32, i64, f16, bf16, f32, out_ptr, n, BLOCK: tl.constexpr):
-    at = place(BLOCK)
+    at = offsets_of(BLOCK)
     a, b, c, d = tl.load(i8 + at), tl.load(u8 + at), tl.load(i32 + at), tl.load(i64 + at)
     h, k, f = tl.load(f16 + at), tl.load(bf16 + at), tl.load(f32 + at)
     out_ptr += at
@@ -590,7 +590,7 @@ def mix(i8, u8, i32, i64, f16, bf16, f32, out_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("block", [SCALARS, 64])
-def test_types_that_meet(block: int) -> None:
+def test_mixed_types_are_promoted(block: int) -> None:
     n = 64
     a, b = random_values(n, torch.int8), random_values(n, torch.uint8)
     c = torch.randint(-10_000, 10_000, (n,), dtype=torch.int32)

@@ -47,7 +47,7 @@ def test_runs_as_a_script(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_knows_nothing_of_the_backend(script: Path) -> None:
+def test_does_not_mention_the_backend(script: Path) -> None:
     assert "loom" not in script.read_text().lower()
 
 
@@ -120,7 +120,7 @@ def test_matmul_with_activation() -> None:
 
 
 def philox_uniform(seed: int, n: int) -> np.ndarray:
-    """The first uniform number of Philox-4x32-10 for the counters 0..n-1, in NumPy."""
+    """Return the first uniform number of Philox-4x32-10 for the counters 0..n-1, in NumPy."""
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     c = [np.arange(n, dtype=np.uint64)] + [np.zeros(n, dtype=np.uint64)] * 3
@@ -237,7 +237,7 @@ def run_flash_attention() -> list[torch.Tensor]:
     ids=lambda run: run.__name__.removeprefix("run_"),
 )
 def test_determinism(run: Callable[[], list[torch.Tensor]]) -> None:
-    """Bitwise equal with 1, 2 and 4 threads, and over ten runs with four."""
+    """Results are bitwise equal with 1, 2 and 4 threads, and over ten runs with four."""
     results = []
     for threads in (1, 2, *[4] * 10):
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""`explain()` and TRITON_LOOM_EXPLAIN: nests at their lines, ticks where the work is, what is kept; nothing if off."""
+"""`explain()` and TRITON_LOOM_EXPLAIN: nests at their lines, ticks where the work is, scratch tiles; free when off."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def products(a_ptr, b_ptr, c_ptr, steps, B: tl.constexpr):
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[ExplainedKernel, str]:
-    """What is said of a launch, and its C++."""
+    """Launch a kernel; return its explanation and its C++."""
     with triton_loom.explain() as explained:
         compiled = kernel[grid](*args, **constants)
-    (said,) = explained.kernels
-    return said, compiled.asm["c"]
+    (explanation,) = explained.kernels
+    return explanation, compiled.asm["c"]
 
 
 def line_of(text: str) -> int:
@@ -54,30 +54,30 @@ def line_of(text: str) -> int:
 @pytest.mark.compat
 def test_time_goes_where_the_work_is() -> None:
     x, y, z = torch.rand(3, 5000)
-    said, _ = launched(uneven, (5,), x, y, z, 5000, ROUNDS=40, BLOCK=1024)
-    assert (said.name, said.launches, said.programs) == ("uneven", 1, 5)
-    nests = {nest.line: nest for nest in said.nests}
+    explanation, _ = launched(uneven, (5,), x, y, z, 5000, ROUNDS=40, BLOCK=1024)
+    assert (explanation.name, explanation.launches, explanation.programs) == ("uneven", 1, 5)
+    nests = {nest.line: nest for nest in explanation.nests}
     cheap, dear = nests[line_of("# cheap")], nests[line_of("# dear")]
-    assert {cheap.file, dear.file, said.file} == {__file__}
+    assert {cheap.file, dear.file, explanation.file} == {__file__}
     assert (cheap.does, dear.does, cheap.times, dear.times) == ("store", "store", 5, 5)
     assert dear.ticks > 3 * cheap.ticks > 0  # forty sines against a load and a store
-    assert said.ticks == sum(nest.ticks for nest in said.nests)
-    table = str(said).splitlines()
+    assert explanation.ticks == sum(nest.ticks for nest in explanation.nests)
+    table = str(explanation).splitlines()
     assert "tl.store(z_ptr + offs, x, offs < n) # dear" in table[2]
-    assert said.kept == [] or said.scratch_bytes
+    assert explanation.kept == [] or explanation.scratch_bytes
 
 
 def test_nests_in_loops_and_branches_are_entered_as_often_as_they_run() -> None:
     a, b = torch.randn(2, 5, 32, 32)
     c = torch.empty(32, 32)
-    said, _ = launched(products, (1,), a, b, c, 5, B=32)
+    explanation, _ = launched(products, (1,), a, b, c, 5, B=32)
     torch.testing.assert_close(c, 2 * (a @ b).sum(0))
-    dot = [nest for nest in said.nests if nest.does == "product of tiles"]
+    dot = [nest for nest in explanation.nests if nest.does == "product of tiles"]
     assert [(nest.line, nest.times >= 5) for nest in dot] == [(line_of("total += tl.dot"), True)]
-    carried = [tile for tile in said.kept if tile.why == "carried by a loop or out of a branch"]
+    carried = [tile for tile in explanation.kept if tile.why == "carried by a loop or out of a branch"]
     assert [(tile.name, tile.tile, tile.bytes) for tile in carried[:1]] == [("total", "32x32 f32", 4096)]
     # one after another in scratch memory, or in place of each other
-    assert 4096 <= said.scratch_bytes <= sum(tile.bytes for tile in said.kept)
+    assert 4096 <= explanation.scratch_bytes <= sum(tile.bytes for tile in explanation.kept)
 
 
 def test_launches_add_up_and_scopes_nest() -> None:
@@ -94,8 +94,8 @@ def test_launches_add_up_and_scopes_nest() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["uneven", "products"])
-def test_it_costs_nothing_when_off(kernel: str) -> None:
-    """The C++ is the same but for the laps, and so are the results."""
+def test_explaining_costs_nothing_when_off(kernel: str) -> None:
+    """The C++ is identical except for the timing calls, and so are the results."""
     if kernel == "uneven":
         x, y, z, plain_y, plain_z = torch.rand(5, 300)
         _, explained = launched(uneven, (3,), x, y, z, 300, ROUNDS=2, BLOCK=128)
@@ -124,7 +124,7 @@ def test_instrumented_kernels_are_not_explained() -> None:
 
 
 def without_numbers(table: str) -> list[str]:
-    """Lines in order, with neither ticks nor shares nor the order that these make."""
+    """Return the sorted lines without ticks and shares, which also determine their order."""
     lines = [
         re.sub(r"[\d.,]+ (%|ms)|\(.*?:\d+\)|^ +[\d.,]+ +%? *[\d,]+", "", line) for line in table.splitlines()
     ]
@@ -132,19 +132,19 @@ def without_numbers(table: str) -> list[str]:
 
 
 @pytest.mark.compat
-def test_the_example_of_the_document(tmp_path: Path) -> None:
-    """Its table is what the example prints; the variable has the same printed at the end."""
+def test_the_documented_example_prints_its_table(tmp_path: Path) -> None:
+    """The example prints the documented table; the environment variable prints it at the end of the process."""
     code, table = re.findall(r"```(?:python)?\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     script = tmp_path / "softmax.py"
     script.write_text(code)
-    ran = run_python(script)
-    assert not ran.returncode, ran.stderr
-    assert without_numbers(ran.stdout) == without_numbers(table)
+    run = run_python(script)
+    assert not run.returncode, run.stderr
+    assert without_numbers(run.stdout) == without_numbers(table)
     script.write_text(
         code.replace("print(explained)", "").replace("with triton_loom.explain() as explained:", "if True:")
     )
-    ran = run_python(script, TRITON_LOOM_EXPLAIN="1")
-    assert ran.stdout == ""
-    assert without_numbers(ran.stderr) == without_numbers(table)
-    ran = run_python(script, TRITON_LOOM_EXPLAIN="yes")
-    assert "TRITON_LOOM_EXPLAIN is 0 or 1; got 'yes'" in ran.stderr
+    run = run_python(script, TRITON_LOOM_EXPLAIN="1")
+    assert run.stdout == ""
+    assert without_numbers(run.stderr) == without_numbers(table)
+    run = run_python(script, TRITON_LOOM_EXPLAIN="yes")
+    assert "TRITON_LOOM_EXPLAIN must be 0 or 1; got 'yes'" in run.stderr

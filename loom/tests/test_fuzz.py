@@ -1,10 +1,10 @@
 """Random programs, compiled and run by Loom, against an evaluation by NumPy.
 
-`programs` says how programs are made and compared, `reference` what each operation means. One case is one
-store of one program by one instance on data of its own: with GRID instances in each of LAUNCHES launches, a
-program with n stores makes n * GRID * LAUNCHES cases. LOOM_FUZZ_CASES sets how many there are with each change
-(twice as many more are marked slow), and LOOM_TEST_SEED chooses others. The programs are in the language of
-Triton 3.7; 3.9 rejects some of them.
+`programs` generates and compares programs, `reference` defines the operations. A case is one store of one
+program by one instance on data of its own: with GRID instances in each of LAUNCHES launches, a program with n
+stores makes n * GRID * LAUNCHES cases. LOOM_FUZZ_CASES sets their number for each change (twice as many more
+are marked slow), and LOOM_TEST_SEED chooses others. The programs are in the language of Triton 3.7; 3.9 rejects
+some of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUOTA = -(-CASES // SHARDS)
 
 
 def each_program(shard: int, do: Callable[[Program], bool], phases: Sequence[Phase] = [*Phase]) -> None:
-    """Gives `do` programs, always the same ones for a shard, until it says that it has enough."""
+    """Call `do` on programs, always the same ones for a shard, until it says that it has enough."""
     enough = False
 
     @seed(SEED * SHARDS + shard)
@@ -75,15 +75,15 @@ Results = list[tuple[Program, list[Memory]]]
 
 
 class Drawn:
-    """Programs (compiled for their shards already, usually) and what the kernels made of them."""
+    """Programs, usually already compiled for their shards, and the memory that their kernels left."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.shards: list[Results] = []
 
     def __iter__(self) -> Iterator[Results]:
-        """Shard by shard. What is drawn depends on the constants of all modules loaded, so that an operation may be so
-        rare that it takes more of them than there are tests of."""
+        """Yield programs shard by shard. They depend on the constants of all loaded modules, so an operation may be so
+        rare that it takes more shards than there are tests of."""
         for shard in range(4 * SHARDS):
             if shard == len(self.shards):
                 self.shards.append(self.collected(shard))
@@ -103,11 +103,11 @@ class Drawn:
         return found
 
     def notices(self, name: str, evaluate: Evaluation, monkeypatch: pytest.MonkeyPatch) -> bool:
-        """Whether a program fails if this is how the operation is evaluated."""
+        """Return whether any program fails if the operation is evaluated in this way."""
         for shard in self:
             with monkeypatch.context() as patch:
                 patch.setitem(OPERATIONS, name, replace(OPERATIONS[name], evaluate=evaluate))
-                if noticed([each for each in shard if name in each[0].operations]):
+                if any_fails([each for each in shard if name in each[0].operations]):
                     return True
         return False
 
@@ -117,8 +117,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     return Drawn(tmp_path_factory.mktemp("programs"))
 
 
-def noticed(results: Results) -> bool:
-    """Whether any of the programs fails."""
+def any_fails(results: Results) -> bool:
+    """Return whether any of the programs fails."""
     for program, memories in results:
         for launch, observed in enumerate(memories):
             try:
@@ -128,8 +128,8 @@ def noticed(results: Results) -> bool:
     return False
 
 
-def damaged(evaluate: Evaluation) -> Evaluation:
-    """The same, with the last bit wrong."""
+def with_wrong_bit(evaluate: Evaluation) -> Evaluation:
+    """Return the evaluation with the last bit of its result wrong."""
 
     def wrong(step: Step, *args: Array) -> Array | Within:
         result = evaluate(step, *args)
@@ -144,8 +144,8 @@ def damaged(evaluate: Evaluation) -> Evaluation:
 
 
 def test_damage_to_any_operation_is_noticed(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not noticed(next(iter(drawn)))
-    assert [name for name in RIGHT if not drawn.notices(name, damaged(RIGHT[name]), monkeypatch)] == []
+    assert not any_fails(next(iter(drawn)))
+    assert [name for name in RIGHT if not drawn.notices(name, with_wrong_bit(RIGHT[name]), monkeypatch)] == []
 
 
 # ---- and notices what a compiler might get wrong -----------------------------------------------------------
@@ -192,7 +192,7 @@ def last_of_equals(s: Step, x: Array) -> Array:
     return np.asarray(x.shape[s.axis] - 1 - before, np.int32)
 
 
-# Rarer ones (which of two zeros is the minimum, quotients of 16-bit floats) are test_elementwise.py's.
+# Rarer ones (which of two zeros is the minimum, quotients of 16-bit floats) are in test_elementwise.py.
 MISTAKES: dict[str, tuple[str, Evaluation]] = {
     "addition subtracts": ("add", RIGHT["sub"]),
     "quotients are rounded down": ("quotient", rounded_down_quotient),
@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[str, Evaluation]] = {
     "less means less or equal": (
         "compare", lambda s, a, b: a <= b if s.params["sign"] == "<" else RIGHT["compare"](s, a, b)
     ),
-    "exp is off by two ulps": ("exp", lambda s, x: damaged(RIGHT["exp"])(s, x)),
+    "exp is off by two ulps": ("exp", lambda s, x: with_wrong_bit(RIGHT["exp"])(s, x)),
     "sums leave out the last term": ("sum", without_last_term),
     "scans run forward only": (
         "cumsum", lambda s, x: RIGHT["cumsum"](replace(s, params={**s.params, "reverse": False}), x)
@@ -219,7 +219,9 @@ MISTAKES: dict[str, tuple[str, Evaluation]] = {
 
 @pytest.mark.slow  # the rarest of them take many programs
 def test_mistakes_are_noticed(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [said for said, mistake in MISTAKES.items() if not drawn.notices(*mistake, monkeypatch)] == []
+    assert [
+        description for description, mistake in MISTAKES.items() if not drawn.notices(*mistake, monkeypatch)
+    ] == []
 
 
 def test_accesses_are_checked(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +235,10 @@ def test_accesses_are_checked(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> 
     addresses = Machine.addresses
     with monkeypatch.context() as patch:
         patch.setattr(Machine, "touched", everything)
-        assert any(noticed(shard) for shard in drawn)
+        assert any(any_fails(shard) for shard in drawn)
     with monkeypatch.context() as patch:
         patch.setattr(Machine, "addresses", in_row_major_order)
-        assert any(noticed(shard) for shard in drawn)
+        assert any(any_fails(shard) for shard in drawn)
 
 
 # ---- the reference itself ----------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_accesses_are_checked(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("target", [F16, BF16, F32], ids=repr)
 @pytest.mark.parametrize("source", [F64, F32], ids=repr)
 def test_rounding(source: DType, target: DType) -> None:
-    """As PyTorch rounds, which takes two steps from f64 to 16 bits: so f64 has the precision of f32 here."""
+    """Rounding agrees with PyTorch's, which takes two steps from f64 to 16 bits; so f64 has f32's precision here."""
     x = sample(source, 20000, np.random.default_rng(SEED))
     if source is F64 and target is not F32:
         x = x.astype(np.float32).astype(np.float64)
@@ -259,7 +261,7 @@ def test_rounding(source: DType, target: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=repr)
 def test_fma(dtype: DType) -> None:
-    """Off by at most half an ulp from the exact result, as rational arithmetic has it."""
+    """The result is within half an ulp of the exact one, computed with rationals."""
     a, b, c = (sample(dtype, 3000, np.random.default_rng([SEED, i])) for i in range(3))
     var = Var("", (), dtype)
     with np.errstate(all="ignore"):

@@ -1,8 +1,8 @@
 """include/casts.h, math.h and convert<> of simd.h against references that share no code with them.
 
-Number formats are defined here by their tables of values and rounding by search in these; functions are
+Number formats are defined here by tables of their values, and rounding by a search in these; functions are
 compared with libm, numpy and mpmath in more precision than they claim. Each must give the same bits at every
-vector width, and each compiler and instruction set must agree.
+vector width, and all compilers and instruction sets must agree.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ class Function:
 
 
 def functions(table: dict[str, str], namespace: str = "") -> list[Function]:
-    found = []
+    result = []
     for signatures, names in table.items():
         names = re.sub(r"(\w+)_\*", r"\1_rn \1_rz \1_rd \1_ru", names)
         for name, signature in itertools.product(names.split(), signatures.split()):
             inputs, output = signature.split(">")
             symbol = "_".join((name, *inputs.split(",")))
-            found.append(Function(symbol, namespace + name, tuple(inputs.split(",")), output))
-    return found
+            result.append(Function(symbol, namespace + name, tuple(inputs.split(",")), output))
+    return result
 
 
 PORTABLE = functions(CASTS) + functions(INTEGERS) + functions(MATHS, "loom_math::")
@@ -157,7 +157,7 @@ class Library:
         self.loaded = compilers.library(source, compiler, f"-march={target}")
 
     def __call__(self, name: str, *inputs: Array, width: int | None = None) -> Array:
-        """The result at `width`, or at all widths, which must agree in every bit."""
+        """Return the result at `width`, or at all widths, which must agree in every bit."""
         if width is None:
             first, *others = (self(name, *inputs, width=w) for w in self.widths)
             for other, w in zip(others, self.widths[1:], strict=True):
@@ -190,7 +190,7 @@ def rare() -> Library:
 
 
 def is_rare(compiler: str, target: str) -> bool:
-    """Neither the compiler that users have, nor the instructions that they have."""
+    """Return whether neither the compiler nor the instruction set is the usual one of users."""
     return compiler != COMPILERS[0] and target != TARGETS[0]
 
 
@@ -211,18 +211,18 @@ def native() -> Library:
 
 
 def same(x: Array, y: Array) -> Array:
-    """Where the bits are equal; all NaNs count as one."""
+    """Return where the bits are equal; all NaNs count as equal."""
     equal: Array = x.view(f"u{x.itemsize}") == y.view(f"u{y.itemsize}")
     return equal | (np.isnan(x) & np.isnan(y)) if x.dtype.kind == "f" else equal
 
 
 def differences(got: Array, expected: Array, *inputs: Array) -> str:
-    where = np.flatnonzero(~same(got, expected))
+    indices = np.flatnonzero(~same(got, expected))
     cases = (
         f"({', '.join(shown(x[i]) for x in inputs)}) gives {shown(got[i])}, not {shown(expected[i])}"
-        for i in where[:5]
+        for i in indices[:5]
     )
-    return f"{len(where)} of {len(got)} differ: " + "; ".join(cases)
+    return f"{len(indices)} of {len(got)} differ: " + "; ".join(cases)
 
 
 def shown(x: Any) -> str:
@@ -248,7 +248,7 @@ def same_numbers_in_any_order_of_tests() -> Iterator[None]:
 
 
 def cases(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Inputs with their expected results, worked out once for all compilers."""
+    """Return inputs with their expected results, computed once for all compilers."""
 
     @functools.cache
     def once(*key: Any) -> Any:
@@ -259,7 +259,7 @@ def cases(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bit_patterns(type_: str, count: int) -> Array:
-    """Random bits, which as floats spread over all exponents, NaNs and subnormals included."""
+    """Return random bits, which as floats cover all exponents, NaNs and subnormals included."""
     dtype = DTYPES[type_]
     return np.frombuffer(RNG.bytes(count * dtype.itemsize), dtype)
 
@@ -269,14 +269,14 @@ def special(type_: str) -> Array:
     if dtype.kind != "f":
         info = np.iinfo(dtype)
         sizes = [0, 1, 2, 3, 5, 7, 8, 15, 16, 31, 32, 33, 63, 64, 100, info.max, info.max - 1, info.max // 2]
-        whole = {x for size in sizes for x in (size, -size, -size - 1) if info.min <= x <= info.max}
-        return np.array(sorted(whole), dtype)
+        integers = {x for size in sizes for x in (size, -size, -size - 1) if info.min <= x <= info.max}
+        return np.array(sorted(integers), dtype)
     limits = np.finfo(dtype)
     around = [0.0, 0.5, 1, 1.5, 2, 2.5, 3, 10, 100, 1e4, limits.max, limits.tiny, limits.smallest_subnormal]
     around += [x for power in (8, 16, 23, 24, 31, 32, 52, 53, 63, 64) for x in (2.0**power, 2.0**power - 0.5)]
     positive = np.array(around, dtype)
-    neighbours = [np.nextafter(positive, dtype.type(end)) for end in (0, math.inf)]
-    numbers = np.concatenate([positive, *neighbours, np.array([math.inf, math.nan], dtype)])
+    neighbors = [np.nextafter(positive, dtype.type(end)) for end in (0, math.inf)]
+    numbers = np.concatenate([positive, *neighbors, np.array([math.inf, math.nan], dtype)])
     return np.concatenate([numbers, -numbers])
 
 
@@ -289,8 +289,8 @@ def samples(type_: str, count: int = 4096) -> Array:
 
 @dataclass(frozen=True)
 class Format:
-    """Sign, exponent and mantissa. "ieee" has infinities and NaNs at the top exponent, "fn" a NaN at the top
-    code alone, "fnuz" a NaN in place of negative zero."""
+    """A format of sign, exponent and mantissa. "ieee" has infinities and NaNs at the top exponent, "fn" a NaN only
+    at the top code, "fnuz" a NaN in place of negative zero."""
 
     mantissa: int
     bias: int
@@ -300,7 +300,7 @@ class Format:
 
     @functools.cached_property
     def finite(self) -> Array:
-        """The value of each non-negative finite code."""
+        """Return the value of each non-negative finite code."""
         codes = np.arange(1 << (self.bits - 1))
         exponent, fraction = codes >> self.mantissa, codes % (1 << self.mantissa) / (1 << self.mantissa)
         values = np.where(
@@ -313,7 +313,7 @@ class Format:
 
     @functools.cached_property
     def ladder(self) -> Array:
-        """The finite values, and the next one if there were more."""
+        """Return the finite values, and the value that would follow."""
         return np.append(self.finite, 2 * self.finite[-1] - self.finite[-2])
 
     @functools.cached_property
@@ -325,7 +325,7 @@ class Format:
         return 0x80 if self.kind == "fnuz" else 0x7F if self.bits == 8 else 0x7FFF
 
     def encode(self, x: Array, toward_zero: bool = False) -> Array:
-        """Codes of float64 values."""
+        """Return the codes of float64 values."""
         size, last = np.abs(x), len(self.finite) - 1
         if toward_zero:
             code = np.searchsorted(self.ladder, size, "right") - 1
@@ -363,7 +363,7 @@ by_format = pytest.mark.parametrize("name", FORMATS)
 
 @cases
 def boundaries(name: str, type_: str) -> Array:
-    """Every value and midpoint with its two neighbours on each side, and random bits."""
+    """Return every value and midpoint with its two neighbors on each side, and random bits."""
     dtype = DTYPES[type_]
     edges = np.concatenate([FORMATS[name].ladder, FORMATS[name].midpoints])
     steps = (
@@ -425,7 +425,7 @@ def test_rounding_to_odd(library: Library) -> None:
 
 @cases
 def integers_at_boundaries(name: str, of: str) -> tuple[Array, Array, Array]:
-    """Integers, float64s that are equal or else on the same side of every midpoint, and the codes."""
+    """Return integers, float64s that are equal or on the same side of every midpoint, and the codes."""
     form, info = FORMATS[name], np.iinfo(DTYPES[of])
     edges = [int(v) for v in np.concatenate([form.ladder, form.midpoints]) if 1 <= v < 2**64]
     near = {sign * (v + step) for v in edges for step in (-1, 0, 1) for sign in (1, -1)}
@@ -480,12 +480,12 @@ def test_the_reference_agrees_with_ml_dtypes(name: str, other: str) -> None:
 
 
 def saturated(x: Array, type_: str) -> Array:
-    """NaN is 0, or the highest bit alone where 64 bits take part."""
+    """Return saturated integers; NaN gives 0, or only the highest bit set if 64 bits are involved."""
     info = np.iinfo(DTYPES[type_])
     highest_bit = info.min if info.min else 1 << (info.bits - 1)
     of_nan = highest_bit if 64 in (info.bits, 8 * x.itemsize) else 0
-    whole = [of_nan if math.isnan(v) else v if math.isinf(v) else math.trunc(v) for v in x.tolist()]
-    return np.array([int(min(max(v, info.min), info.max)) for v in whole], DTYPES[type_])
+    truncated = [of_nan if math.isnan(v) else v if math.isinf(v) else math.trunc(v) for v in x.tolist()]
+    return np.array([int(min(max(v, info.min), info.max)) for v in truncated], DTYPES[type_])
 
 
 @cases
@@ -521,8 +521,8 @@ TRUTH: dict[str, Any] = {name: getattr(np, name) for name in FAST.split() if nam
 
 
 def ulps(got: Array, truth: Array) -> Array:
-    """The error in units in the last place of `truth` as a number of `got`'s type; infinite where one of the
-    two is NaN, infinite or zero (with its sign) and the other is not."""
+    """Return the error in ulps of `truth` in `got`'s type; infinite where one of the two is NaN, infinite or zero
+    (with its sign) and the other is not."""
     limits = np.finfo(got.dtype)
     top = 2.0**limits.maxexp if got.dtype == np.float32 else math.inf
     _, exponent = np.frexp(truth)
@@ -536,13 +536,13 @@ def ulps(got: Array, truth: Array) -> Array:
 def assert_within(got: Array, truth: Array, limit: float, *inputs: Array) -> None:
     error = ulps(got, truth)
     worst = int(np.argmax(error))
-    given = ", ".join(shown(x[worst]) for x in inputs)
-    assert error[worst] < limit, f"f({given}) is {got[worst]}, {error[worst]:.3f} ulp off {truth[worst]}"
+    arguments = ", ".join(shown(x[worst]) for x in inputs)
+    assert error[worst] < limit, f"f({arguments}) is {got[worst]}, {error[worst]:.3f} ulp off {truth[worst]}"
 
 
 @cases
 def inputs_of_fast_functions() -> Array:
-    """All exponents, then where most of them happen, around 1, and next to the multiples of pi / 2."""
+    """Return all exponents, the usual range, numbers around 1, and next to the multiples of pi / 2."""
     usual = [RNG.uniform(-110, 100, 1 << 15), RNG.normal(0, 2, 1 << 16), 1 + RNG.normal(0, 0.3, 1 << 16)]
     turns = np.arange(1, 20000) * (math.pi / 2)
     return np.concatenate([samples("f32", 1 << 17), *(x.astype(np.float32) for x in (*usual, turns))])
@@ -589,7 +589,7 @@ def half_away(x: float) -> float:
 
 @cases
 def wholes_and_halves(type_: str) -> tuple[Array, Array]:
-    """Numbers, and the same rounded with halves away from zero."""
+    """Return numbers, and the same rounded with halves away from zero."""
     x = samples(type_, 1 << 12)
     x = np.concatenate([x, (RNG.integers(-99, 99, 1000) / 2).astype(x.dtype)])
     return x, np.array([half_away(v) for v in x.tolist()])
@@ -625,7 +625,7 @@ def test_reciprocal_square_root(library: Library, type_: str) -> None:
 
 
 def nearest(exact: Fraction, dtype: np.dtype[Any]) -> Any:
-    """The number of `dtype` next to `exact`, ties to even: the best of three candidates."""
+    """Return the number of `dtype` nearest to `exact`, ties to even: the best of three candidates."""
     guess = dtype.type(float(exact))
     around = [np.nextafter(guess, dtype.type(-np.inf)), guess, np.nextafter(guess, dtype.type(np.inf))]
     integer = f"i{dtype.itemsize}"
@@ -641,7 +641,7 @@ def sums_of_products(type_: str) -> tuple[Array, ...]:
     a, b = (RNG.normal(0, 1, 1000).astype(dtype) for _ in range(2))
     noise = (1 + RNG.integers(-2, 3, 1000) * np.finfo(dtype).eps).astype(dtype)
     c = np.where(RNG.random(1000) < 0.7, -a * b * noise, RNG.normal(0, 1, 1000)).astype(dtype)
-    x, y, z = ([Fraction(v) for v in given.tolist()] for given in (a, b, c))
+    x, y, z = ([Fraction(v) for v in operand.tolist()] for operand in (a, b, c))
     return a, b, c, np.array([nearest(p * q + r, dtype) for p, q, r in zip(x, y, z, strict=True)])
 
 
@@ -653,7 +653,7 @@ def test_fused_multiply_add_rounds_once(library: Library, type_: str) -> None:
 
 @cases
 def sums_of_narrow_products(name: str) -> tuple[Array, ...]:
-    """a b that is a midpoint of the format, and c that is too small to be seen but for breaking the tie."""
+    """Return cases where a b is a midpoint of the format and c only breaks the tie."""
     form = FORMATS[name]
     low, high = 2 << form.mantissa, 4 << form.mantissa
     factors = [
@@ -827,7 +827,7 @@ INTEGER_TRUTH: dict[str, Callable[[int, int, int], int]] = {
 
 
 def pairs_of(type_: str) -> tuple[Array, Array]:
-    """Every pair of edge cases, random pairs of all sizes, and products that leave a remainder of 0 or 1."""
+    """Return every pair of edge cases, random pairs of all sizes, and products with a remainder of 0 or 1."""
     dtype = DTYPES[type_]
     x, y = (grid.ravel() for grid in np.meshgrid(special(type_), special(type_)))
     sizes = RNG.integers(0, dtype.itemsize * 8, (2, 3000)).astype(dtype)
@@ -933,8 +933,8 @@ def test_conversions_and_tests_of_libdevice() -> None:
         away = np.array([half_away(v) for v in x.tolist()])
         assert_same(rare()(f"llround_{of}", x), saturated(away, "i64"), x)
         exponents = [logb(v) for v in x.tolist()]
-        whole = [-(2**31) if math.isnan(e) or e == -math.inf else min(e, 2**31 - 1) for e in exponents]
-        assert_same(rare()(f"ilogb_{of}", x), np.array(whole, np.int64), x)
+        expected = [-(2**31) if math.isnan(e) or e == -math.inf else min(e, 2**31 - 1) for e in exponents]
+        assert_same(rare()(f"ilogb_{of}", x), np.array(expected, np.int64), x)
     for bits, name in ((32, "int"), (64, "ll")):
         x = samples(f"i{bits}")
         for to in ("float", "double"):

@@ -1,6 +1,6 @@
-"""Loom's rooms: which module may import which, how long a file is, and that public names are documented.
+"""Loom's layers: which module may import which, how long a file may be, and that public names are documented.
 
-An import counts wherever it stands, also inside of a function or for annotations alone: both are ways to have a circle.
+Every import counts, also inside a function or for annotations only: both can create a cycle.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 HEADERS = sorted(path.relative_to(ROOT) for path in (ROOT / "include").rglob("*.*") if path.is_file())
 LONGEST = 600
 
-# From the bottom to the top: a room, or a file that stands alone, imports what is in a row below its own.
-STOREYS: list[tuple[str, ...]] = [
+# From the bottom to the top: a package, or a file of its own, imports only from the rows below.
+LAYERS: list[tuple[str, ...]] = [
     ("errors", "features", "options", "libdevice", "tables"),
     ("ir",),
     (
         "codegen",
         "device",
-    ),  # neither knows the other: a kernel is text to the one, a shared object to the other
+    ),  # independent of each other: a kernel is text to the one, a shared object to the other
     ("witness", "explained"),
     ("driver",),
     ("ptx",),
@@ -39,15 +39,15 @@ STOREYS: list[tuple[str, ...]] = [
     ("prove",),
     ("__main__",),
 ]
-HEIGHT = {name: height for height, names in enumerate(STOREYS) for name in names}
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 
 def module_of(path: Path) -> str:
-    """`ir/ttir.py` is "ir/ttir", and a package is its `__init__`."""
+    """Return the module name: `ir/ttir.py` is "ir/ttir", and a package is its `__init__`."""
     return path.with_suffix("").as_posix()
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     return module.split("/")[0]
 
 
@@ -55,7 +55,7 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def imports_in(source: str, path: Path) -> Iterator[tuple[str, str]]:
-    """(module, name) of everything that a file imports from Loom."""
+    """Yield (module, name) of everything that a file imports from Loom."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             dotted = node.module or ""
@@ -88,7 +88,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return list(imports_in((ROOT / path).read_text(), path))
 
 
-def circle(graph: dict[str, set[str]]) -> list[str] | None:
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -96,17 +96,17 @@ def circle(graph: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def test_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     graph = {module_of(path): {module for module, _ in imports(path)} for path in FILES}
-    assert sum(map(len, graph.values())) > 100  # the imports are seen
-    assert circle(graph) is None
+    assert sum(map(len, graph.values())) > 100  # imports are detected
+    assert find_cycle(graph) is None
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_imports_point_down(path: Path) -> None:
-    own = room_of(module_of(path))
+    own = layer_of(module_of(path))
     for module, name in imports(path):
-        other = room_of(module)
+        other = layer_of(module)
         assert other == own or HEIGHT[other] < HEIGHT[own], f"{path} imports {name or module} from {other}"
 
 
@@ -122,19 +122,19 @@ def test_no_private_name_crosses_a_file() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_no_private_attribute_of_another_module(path: Path) -> None:
-    """Of a module that is imported whole (`from . import abi`)."""
-    whole = {name for module, name in imports(path) if name == module.split("/")[-1]}
+    """Check modules that are imported as such (`from . import abi`)."""
+    modules = {name for module, name in imports(path) if name == module.split("/")[-1]}
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             assert not node.attr.startswith("_"), f"{path}: {node.value.id}.{node.attr}"
 
 
 @pytest.mark.parametrize("path", [*FILES, *HEADERS], ids=str)
-def test_a_file_tells_one_story(path: Path) -> None:
+def test_files_are_short(path: Path) -> None:
     assert len((ROOT / path).read_text().splitlines()) <= LONGEST
 
 
-# ---- what is public is documented ------------------------------------------------------------------------------
+# ---- public names are documented -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -147,7 +147,7 @@ def test_modules_classes_and_functions_have_a_docstring(path: Path) -> None:
 
 
 def members(owner: Any) -> Iterator[str]:
-    """Methods and properties that a class defines itself, by name."""
+    """Yield the names of the methods and properties that a class defines itself."""
     for name, value in vars(owner).items():
         if not name.startswith("_") and (
             inspect.isfunction(value) or isinstance(value, property | classmethod)
@@ -155,8 +155,8 @@ def members(owner: Any) -> Iterator[str]:
             yield name
 
 
-def handed_out() -> list[Any]:
-    """What users get hold of: what the two packages export, and the classes of what those return."""
+def public_classes() -> list[Any]:
+    """Return the classes that users get: the exported ones, and those of returned objects."""
     exported = [getattr(package, name) for package in (triton_loom, testing) for name in package.__all__]
     counters, sanitizer, verdicts = (
         importlib.import_module(f"triton_loom.witness.{name}")
@@ -170,18 +170,18 @@ def handed_out() -> list[Any]:
         sanitizer.Sanitizer,
         verdicts.Verdict,
     ]
-    return [*(found for found in exported if inspect.isclass(found)), *returned]
+    return [*(value for value in exported if inspect.isclass(value)), *returned]
 
 
-@pytest.mark.parametrize("owner", handed_out(), ids=lambda owner: owner.__name__)
+@pytest.mark.parametrize("owner", public_classes(), ids=lambda owner: owner.__name__)
 def test_methods_that_users_call_have_a_docstring(owner: Any) -> None:
     assert [name for name in members(owner) if not inspect.getdoc(getattr(owner, name))] == []
 
 
-# ---- the test itself --------------------------------------------------------------------------------------------
+# ---- the helpers of these tests ---------------------------------------------------------------------------------
 
 
-def test_every_way_to_import_is_seen() -> None:
+def test_all_kinds_of_imports_are_detected() -> None:
     source = """
 from . import frame
 from .forms import Form
@@ -207,7 +207,7 @@ def late():
     }
 
 
-def test_a_circle_is_found() -> None:
-    found = circle({"nest": {"frame"}, "frame": {"accesses"}, "accesses": {"nest"}, "emit": {"nest"}})
-    assert found is not None
-    assert set(found) == {"nest", "frame", "accesses"}
+def test_a_cycle_is_found() -> None:
+    cycle = find_cycle({"nest": {"frame"}, "frame": {"accesses"}, "accesses": {"nest"}, "emit": {"nest"}})
+    assert cycle is not None
+    assert set(cycle) == {"nest", "frame", "accesses"}

@@ -1,7 +1,7 @@
 """`triton.language.extra.libdevice`: each function against mpmath or plain Python, over its whole domain.
 
-Kernels are written here from lists of names, one per signature: each function is called as users call it.
-A last test makes sure that no function of the CPU's library is without a reference.
+Kernels are generated here from lists of names, one per signature: each function is called as users call it.
+A last test makes sure that every function of the CPU's library has a reference.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ U32, U64 = torch.uint32, torch.uint64
 
 
 def kernel(names: list[str], arity: int, directory: Path) -> triton.JITFunction:
-    """A kernel that stores the results of these functions of `arity` arguments, one row each."""
-    given = [f"{letter}_ptr" for letter in "xyzw"[:arity]]
-    loads = "".join(f"    {p[0]} = tl.load({p} + at, at < n)\n" for p in given)
-    arguments = ", ".join(p[0] for p in given)
+    """Return a kernel that stores the results of these functions of `arity` arguments, one row each."""
+    pointers = [f"{letter}_ptr" for letter in "xyzw"[:arity]]
+    loads = "".join(f"    {p[0]} = tl.load({p} + at, at < n)\n" for p in pointers)
+    arguments = ", ".join(p[0] for p in pointers)
     calls = "".join(
         f"    tl.store(out_ptr + {row} * n + at, libdevice.{name}({arguments}), at < n)\n"
         for row, name in enumerate(names)
     )
     text = (
         "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n\n\n"
-        f"@triton.jit\ndef call_all({', '.join(given)}, out_ptr, n, BLOCK: tl.constexpr):\n"
+        f"@triton.jit\ndef call_all({', '.join(pointers)}, out_ptr, n, BLOCK: tl.constexpr):\n"
         f"    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n{loads}{calls}"
     )
     path = directory / f"libdevice_{arity}.py"
@@ -53,15 +53,17 @@ def kernel(names: list[str], arity: int, directory: Path) -> triton.JITFunction:
     return module.call_all
 
 
-def results(names: list[str], given: list[torch.Tensor], dtype: torch.dtype, directory: Path) -> torch.Tensor:
-    n = len(given[0])
+def results(
+    names: list[str], inputs: list[torch.Tensor], dtype: torch.dtype, directory: Path
+) -> torch.Tensor:
+    n = len(inputs[0])
     out = torch.zeros(len(names), n, dtype=dtype)
-    kernel(names, len(given), directory)[(triton.cdiv(n, 64),)](*given, out, n, BLOCK=64)
+    kernel(names, len(inputs), directory)[(triton.cdiv(n, 64),)](*inputs, out, n, BLOCK=64)
     return out
 
 
 def ulps(got: float, truth: mpf, dtype: torch.dtype) -> float:
-    """How far apart, in units of the last place of the truth. NaN and infinities must be the same."""
+    """Return the distance in ulps of the truth. NaN and infinities must be equal."""
     info = torch.finfo(dtype)
     size = abs(truth)
     if mpmath.isnan(truth):
@@ -76,10 +78,10 @@ def ulps(got: float, truth: mpf, dtype: torch.dtype) -> float:
 
 
 def check(
-    name: str, reference: Callable, given: list[np.ndarray], got: np.ndarray, dtype, limit: float
+    name: str, reference: Callable, inputs: list[np.ndarray], got: np.ndarray, dtype, limit: float
 ) -> None:
     with mpmath.workdps(50):
-        for *arguments, result in zip(*given, got, strict=True):
+        for *arguments, result in zip(*inputs, got, strict=True):
             try:
                 truth = mpf(reference(*(mpf(float(a)) for a in arguments)))
             except (ZeroDivisionError, ValueError, TypeError):  # a pole, or a complex answer
@@ -191,7 +193,7 @@ EXACT = {
     "logb",
     "saturatef",
 }
-# Near a zero of these an error relative to the result is out of anybody's reach: relative to 1 instead.
+# Near a zero of these functions no small relative error is attainable: it is relative to 1 instead.
 WAVES = {"j0", "j1", "y0", "y1", "lgamma"}
 
 
@@ -214,17 +216,17 @@ def test_functions_of_one_number(dtype: torch.dtype, tmp_path: Path) -> None:
     start = 0
     for row, (name, (reference, _)) in enumerate(table.items()):
         end = start + len(inputs[name])
-        given, got = exact(inputs[name]), exact(out[row, start:end])
+        arguments, got = exact(inputs[name]), exact(out[row, start:end])
         start = end
         if name in WAVES:
             with mpmath.workdps(30):
-                truth = np.array([float(reference(mpf(v))) for v in given])
+                truth = np.array([float(reference(mpf(v))) for v in arguments])
             scale = np.maximum(1, np.abs(truth))
             np.testing.assert_array_less(np.abs(got - truth), 4 * torch.finfo(dtype).eps * scale, name)
             continue
         # float32 is computed in float64 or better; float64 by libm, and by series where that has no function
         limit = 0.5 if name in EXACT else 1 if dtype == F32 else 16 if "bessel" in name else 8
-        check(name, reference, [given], got, dtype, limit)
+        check(name, reference, [arguments], got, dtype, limit)
 
 
 # ---- two, three, four floats -----------------------------------------------------------------------------
@@ -281,15 +283,15 @@ EXACT_BINARY |= {"fast_dividef"}
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["f32", "f64"])
 def test_functions_of_several_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
-    given = [(torch.randn(120, dtype=F64) * 5).to(dtype) for _ in range(4)]
-    numbers = [exact(t) for t in given]
+    inputs = [(torch.randn(120, dtype=F64) * 5).to(dtype) for _ in range(4)]
+    numbers = [exact(t) for t in inputs]
     binary = BINARY | ({"fast_dividef": BINARY["div_rn"], "fast_powf": BINARY["pow"]} if dtype == F32 else {})
     for arity, table in [(2, binary), *MANY.items()]:
-        out = results(list(table), given[:arity], dtype, tmp_path)
+        out = results(list(table), inputs[:arity], dtype, tmp_path)
         for (name, reference), got in zip(table.items(), out, strict=True):
             limit = 0.5 if name in EXACT_BINARY else 2  # CUDA promises 2 of hypot and its relatives
             check(name, reference, numbers[:arity], exact(got), dtype, limit)
-    x, y = given[:2]
+    x, y = inputs[:2]
     assert_same(results(["nextafter"], [x, y], dtype, tmp_path)[0], torch.nextafter(x, y))
 
 
@@ -507,11 +509,11 @@ def test_no_function_is_left_out() -> None:
     assert names <= tested, f"without a reference: {sorted(names - tested)}"
 
 
-def test_a_missing_function_says_so(tmp_path: Path) -> None:
+def test_a_missing_function_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="add_rz does not exist on the CPU"):
         results(["add_rz"], [torch.ones(4), torch.ones(4)], F32, tmp_path)
 
 
-def test_a_wrong_type_says_so(tmp_path: Path) -> None:
+def test_a_wrong_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"libdevice\.exp takes"):
         results(["exp"], [torch.ones(4, dtype=I32)], F32, tmp_path)

@@ -1,12 +1,12 @@
 """Liger's kernels, as installed from PyPI, on CPU tensors: forward and backward against plain PyTorch.
 
-Liger is not told about the CPU. It asks torch which accelerator there is, is answered "none", and takes its
-generic paths; only one op then looks at the device again, and `let_through` says how it was let through.
+Liger knows nothing of the CPU. It asks torch for the accelerator, gets "none", and takes its generic paths;
+only one op then checks the device again, see `let_through`.
 
-Every case is a Liger call and the same mathematics in PyTorch. The PyTorch side runs twice: in float64, which
-is the truth, and in the dtype under test, which shows how much error that dtype brings along. Outputs and
-gradients must be within twice that error and a few roundings (where a case allows more, it says why);
-`accuracy.check` proves for each of them that damage would be noticed.
+Every case is a Liger call and the same mathematics in PyTorch. The PyTorch side runs twice: in float64, as the
+truth, and in the dtype under test, to show the error of that dtype. Outputs and gradients must be within twice
+that error and a few roundings (if a case allows more, it says why); `accuracy.check` proves for each of them
+that damage would be noticed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DyT's backward sets its number of programs for cuda, xpu and npu, and for anything else fails on the
-    variable it left unset. Told that this is an npu, it takes a default of 20."""
+    """Make DyT's backward believe that this is an npu, for which it uses 20 programs: it sets that number only for
+    cuda, xpu and npu, and fails on the unset variable otherwise."""
     monkeypatch.setattr(liger_kernel.ops.dyt, "infer_device", lambda: "npu")
 
 
 @pytest.fixture(autouse=True)
 def fewer_configs_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DyT's autotuner would compile 18 variants of each kernel; two show that it works."""
+    """Reduce DyT's autotuner to two configurations: it would compile 18 variants of each kernel."""
     for kernel in (liger_kernel.ops.dyt._dyt_fwd_kernel, liger_kernel.ops.dyt._dyt_bwd_kernel):
         monkeypatch.setattr(kernel, "configs", kernel.configs[::9])
 
@@ -73,7 +73,7 @@ def compare(
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """To float32, the arithmetic of the kernels; the truth stays in float64."""
+    """Convert to float32, the arithmetic of the kernels; the truth stays in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -408,8 +408,8 @@ def cross_entropy_per_token(x, y):
 def cross_entropy_weighted_smoothed_capped(x, y, w):
     capped = 20 * torch.tanh(upcast(x) / 20)
     loss = F.cross_entropy(capped, y, upcast(w), label_smoothing=0.1)
-    kept = y != -100
-    z_loss = 1e-3 * capped.logsumexp(-1)[kept].square().mean()
+    valid = y != -100
+    z_loss = 1e-3 * capped.logsumexp(-1)[valid].square().mean()
     return (loss + z_loss).to(x.dtype)
 
 
@@ -450,7 +450,7 @@ def kl_div_log_target_elementwise(x, p):
     return F.kl_div(upcast(x), upcast(p), reduction="none", log_target=True)
 
 
-def generalised_jsd(x, y, beta):
+def generalized_jsd(x, y, beta):
     x, y = upcast(x), upcast(y)
     if beta == 0:
         return F.kl_div(x, y, reduction="batchmean", log_target=True)
@@ -467,7 +467,7 @@ for beta in (0.0, 0.3, 0.5, 1.0):
         two_distributions,
         (0,),
         lambda x, y, beta=beta: liger.LigerJSDFunction.apply(x, y, None, beta, -100, None, None),
-    )(lambda x, y, beta=beta: generalised_jsd(x, y, beta).to(x.dtype))
+    )(lambda x, y, beta=beta: generalized_jsd(x, y, beta).to(x.dtype))
 
 
 @compare(
@@ -483,7 +483,7 @@ for beta in (0.0, 0.3, 0.5, 1.0):
 )
 def fused_linear_jsd(x, w, tx, tw):
     student, teacher = ((upcast(a @ b.T) / 1.5).log_softmax(-1) for a, b in ((x, w), (tx, tw)))
-    return generalised_jsd(student, teacher, 0.4)
+    return generalized_jsd(student, teacher, 0.4)
 
 
 @compare(
@@ -524,7 +524,7 @@ def grpo_inputs() -> Tensors:
     ids = torch.randint(0, 519, (3, 11))
     logp = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     mask = (torch.arange(11) < torch.tensor([[11], [6], [9]])).int()
-    # At some distance from each other: where they agree, the gradient is a difference of near-equal numbers.
+    # Some distance apart: where they agree, the gradient is a difference of nearly equal numbers.
     drift = torch.rand(2, 3, 11) * 0.4 + 0.2
     old, ref = logp + drift[0] * torch.randn(3, 11).sign(), logp + drift[1] * torch.randn(3, 11).sign()
     return logits, old, ref, ids, torch.randn(3), mask
@@ -565,7 +565,7 @@ def outputs_and_gradients(
         leaves[i].requires_grad_()
     outputs = as_tuple(function(*leaves))
     generator = torch.Generator().manual_seed(5)
-    # bfloat16 numbers, so that every dtype starts from the same ones.
+    # Values that bfloat16 represents, so that every dtype has the same upstream gradients.
     upstream = [torch.randn(y.shape, generator=generator).to(BF16).to(y.dtype) for y in outputs]
     results = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
     gradients = torch.autograd.grad(outputs, [leaves[i] for i in wrt], upstream)

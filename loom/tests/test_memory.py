@@ -21,7 +21,7 @@ EVERY_DTYPE = [*INTEGERS, torch.bool, *FLOATS, *FLOAT8]
 
 @triton.jit(do_not_specialize=["low", "high"])
 def copy_by_masks(x_ptr, mask_ptr, y_ptr, low, high, BLOCK: tl.constexpr):
-    """Row r of y takes x where the r-th kind of mask holds; what is off reads as the first element of x."""
+    """Copy x to row r of y where the r-th kind of mask holds; inactive lanes read as the first element of x."""
     offs = tl.arange(0, BLOCK)
     other = tl.load(x_ptr)
     prefix = offs < high
@@ -85,7 +85,7 @@ def copy_backwards_between_fences(x_ptr, y_ptr, index_ptr, n, BLOCK: tl.constexp
 @pytest.mark.parametrize(
     "dtype", compat([torch.int8, torch.float16, torch.float32, torch.float64], torch.float16), ids=short
 )
-def test_lanes_that_are_off_touch_no_memory(dtype: torch.dtype) -> None:
+def test_inactive_lanes_touch_no_memory(dtype: torch.dtype) -> None:
     source, target, indices = Fenced(), Fenced(), Fenced()
     for n in (1, 7, 16, 23, 64, 100):
         x, y = source.last(n, dtype), target.last(n, dtype)
@@ -304,7 +304,7 @@ def gather_some(x_ptr, index_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64], ids=short)
 @pytest.mark.parametrize("first", [-40, 0, 5])
-def test_gathered_lanes_that_are_off_though_indices_are_consecutive(first: int, dtype: torch.dtype) -> None:
+def test_inactive_gathered_lanes_with_consecutive_indices(first: int, dtype: torch.dtype) -> None:
     x, index = Fenced().last(37, dtype), torch.arange(first, first + 64)
     x.copy_(torch.randint(0, 100, x.shape))
     y = Guarded((64,), dtype)
@@ -314,8 +314,8 @@ def test_gathered_lanes_that_are_off_though_indices_are_consecutive(first: int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64], ids=short)
-def test_gathered_elements_may_lie_far_apart(dtype: torch.dtype) -> None:
-    """Memory of which only the pages in use exist, 2**32 elements and more."""
+def test_gathered_elements_may_be_far_apart(dtype: torch.dtype) -> None:
+    """Gather from 2**32 elements and more, of which only the pages in use exist."""
     n = 2**32 + 64
     reserved = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserved
@@ -332,7 +332,7 @@ def select_by_index(
     x_ptr, index_ptr, y_ptr, n, rows, cols, row_step, col_step,
     BY_ROW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, cols] has row index[r] of x for row r, or column index[c] for column c; -1 where x has none."""
+    """Store row index[r] of x as row r of y [rows, cols], or column index[c] as column c; -1 where x has none."""
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     exists = (row < rows)[:, None] & (col < cols)[None, :]
     if BY_ROW:
@@ -350,7 +350,7 @@ def select_by_index(
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64], ids=short)
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "columns"])
 def test_rows_and_columns_by_index(by_row: bool, dtype: torch.dtype) -> None:
-    """Indices repeat, and some lie far outside; x has memory that can't be touched on both sides."""
+    """Indices repeat, and some are far outside; x has inaccessible memory on both sides."""
     memory = Fenced()
     for x_rows, x_cols in [(8, 16), (7, 61), (29, 17), (3, 3)]:
         for order in ("rows", "columns", "rows backwards"):
@@ -413,10 +413,10 @@ def copy_far_2d(x_ptr, y_ptr, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     mask = rows < 3
     tl.store(y_ptr + rows * COLS + cols, tl.load(x_ptr + rows * stride + cols, mask), mask)
     # a lane stride beyond 32 bits, too
-    turned = tl.arange(0, COLS)[:, None] + tl.arange(0, ROWS)[None, :].to(tl.int64) * stride
+    transposed_offs = tl.arange(0, COLS)[:, None] + tl.arange(0, ROWS)[None, :].to(tl.int64) * stride
     y_turned = y_ptr + 3 * COLS + tl.arange(0, COLS)[:, None] * 3 + tl.arange(0, ROWS)[None, :]
     small = tl.arange(0, ROWS)[None, :] < 3
-    tl.store(y_turned, tl.load(x_ptr + turned, small), small)
+    tl.store(y_turned, tl.load(x_ptr + transposed_offs, small), small)
 
 
 @triton.jit
@@ -556,7 +556,7 @@ def reload_after_store(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def prefix_in_place(x_ptr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Doubling: each round reads what the last one wrote, at another distance."""
+    """Compute a prefix sum by doubling: each round reads what the last one wrote, at another distance."""
     offs = tl.arange(0, BLOCK)
     for step in tl.static_range(STEPS):
         x = tl.load(x_ptr + offs)
@@ -608,7 +608,7 @@ def test_a_program_loads_all_before_it_stores() -> None:
 
 @triton.jit
 def load_early_use_late(x_ptr, index_ptr, out_ptr, n, flag, BLOCK: tl.constexpr):
-    """Each value is loaded before something overwrites its memory, and used after that."""
+    """Load each value before its memory is overwritten, and use it after that."""
     offs = tl.arange(0, BLOCK)
     # overwritten in one branch
     a = tl.load(x_ptr + offs) * 2
@@ -640,7 +640,7 @@ def load_early_use_late(x_ptr, index_ptr, out_ptr, n, flag, BLOCK: tl.constexpr)
     picked = tl.load(x_ptr + index, index % 3 != 0, other)
     tl.store(x_ptr + offs, -offs)
     tl.store(out_ptr + 4 * BLOCK + offs, picked)
-    # a sum over what an atomic has changed since, and over what it has not
+    # a sum over values that an atomic has changed since, and over others
     d = tl.load(x_ptr + offs)
     tl.atomic_add(x_ptr + offs, index)
     tl.store(out_ptr + 5 * BLOCK + offs, d - tl.sum(d, 0))
@@ -650,7 +650,7 @@ def load_early_use_late(x_ptr, index_ptr, out_ptr, n, flag, BLOCK: tl.constexpr)
     high = tl.max(e, 0)
     tl.store(x_ptr + offs, e * e)
     tl.store(out_ptr + 7 * BLOCK + offs, tl.cumsum(tl.load(x_ptr + offs), 0) + high - e)
-    # a gather from a tile whose memory has gone
+    # a gather from a tile whose memory was overwritten
     f = tl.load(x_ptr + offs)
     tl.store(x_ptr + offs, f * 0)
     tl.store(out_ptr + 8 * BLOCK + offs, tl.gather(f, index, 0))
@@ -684,11 +684,11 @@ def test_loaded_values_survive_later_stores(n: int, flag: int) -> None:
     want.append((x * x).cumsum(0) + x.max() - x)
     want.append((x * x)[permutation])
 
-    given, index = start.clone(), permutation.clone()
+    source, index = start.clone(), permutation.clone()
     out = torch.empty(9, block, dtype=torch.int32)
-    load_early_use_late[(1,)](given, index, out, n, flag, BLOCK=block)
+    load_early_use_late[(1,)](source, index, out, n, flag, BLOCK=block)
     assert_same(out, torch.stack([part.int() for part in want]))
-    assert not given.any()
+    assert not source.any()
     assert_same(index, torch.arange(block).flip(0))
 
 
@@ -708,14 +708,14 @@ def two_outputs(x_ptr, a_ptr, b_ptr, n, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     mask = offs < n
     x = tl.load(x_ptr + offs, mask=mask, other=0.0)
-    y = tl.exp2(x)  # dear enough to be kept for the second store
+    y = tl.exp2(x)  # expensive enough to be stored for the second use
     tl.store(a_ptr + offs, y * 2.0, mask=mask)
     tl.store(b_ptr + offs, y * (1.0 - y), mask=mask)
 
 
 @pytest.mark.compat
-def test_masked_lanes_may_reach_into_a_neighbour() -> None:
-    """Tiles that overlap only where nothing is loaded or stored; what the first store keeps, both have."""
+def test_masked_lanes_may_reach_into_a_neighbor() -> None:
+    """Tiles overlap only where nothing is loaded or stored; both stores use the value kept for the first."""
     pool = torch.zeros(1024)
     x, a, b = pool[:100], pool[112:212], pool[512:612]
     x.copy_(torch.randint(-3, 4, (100,)))
@@ -754,7 +754,7 @@ def test_cache_hints_change_nothing() -> None:
 
 @triton.jit
 def copy_blocks(x_ptr, y_ptr, z_ptr, m, n, x0, x1, M: tl.constexpr, N: tl.constexpr, PADDING: tl.constexpr):
-    """Walks along a row of blocks; y gets what is inside, z the padded blocks one after another."""
+    """Walk along a row of blocks; y gets the elements inside, z the padded blocks one after another."""
     source = tl.make_block_ptr(x_ptr, (m, n), (x0, x1), (tl.program_id(0) * M, 0), (M, N), (1, 0))
     target = tl.make_block_ptr(y_ptr, (m, n), (n, 1), (tl.program_id(0) * M, 0), (M, N), (1, 0))
     z_ptr += tl.program_id(0) * M * tl.cdiv(n, N) * N
@@ -823,7 +823,7 @@ def copy_described_here(x_ptr, y_ptr, z_ptr, m, n, stride, M: tl.constexpr, N: t
 
 
 def described_copy(x: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels above put into y and z: blocks shifted by (-2, +3), zero beyond the edges."""
+    """Return the expected y and z of the kernels above: blocks shifted by (-2, +3), zero beyond the edges."""
     m, n = x.shape
     down, along = -(-m // rows), -(-n // cols)
     padded = torch.zeros(down * rows + 2, along * cols + 3, dtype=x.dtype)

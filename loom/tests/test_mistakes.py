@@ -1,4 +1,4 @@
-"""Every recorded mistake is reported, where it is and as what it is; its correction is not, and is right."""
+"""Every recorded mistake is reported with its kind and location; its correction is not reported, and is right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Launch:
 
 @pytest.fixture
 def launches(case: Mistake, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The launches of a case in order, with the arguments of the kernel that the case is about."""
+    """Return the launches of a case in order, with the arguments of the kernel that the case is about."""
     seen: list[Launch] = []
     getitem = JITFunction.__getitem__
 
@@ -44,7 +44,7 @@ def launches(case: Mistake, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def check_where(finding: Finding, case: Mistake) -> None:
-    """The finding names the kernel, its file and the line of Python that launched it."""
+    """Assert that the finding names the kernel, its file and the line of Python that launched it."""
     assert finding.kernel == case.kernel.fn.__name__
     assert Path(finding.file).name == Path(case.kernel.fn.__code__.co_filename).name
     launched_file, launched_line = finding.launched_from.rsplit(":", 1)
@@ -54,7 +54,7 @@ def check_where(finding: Finding, case: Mistake) -> None:
 
 
 def check_example(finding: Finding, launch: Launch) -> None:
-    """The program is one of the grid; the index is outside of the tensor where that is the complaint, else inside."""
+    """Assert that the program is in the grid, and the index outside the tensor if that is reported, else inside."""
     assert finding.program is not None
     assert all(0 <= p < size for p, size in zip(finding.program, launch.grid, strict=True)), finding.program
     if finding.kind in ("offset overflow", "broken promise", "undefined value"):
@@ -66,7 +66,7 @@ def check_example(finding: Finding, launch: Launch) -> None:
         return
     inside = all(0 <= i < size for i, size in zip(finding.index, tensor.shape, strict=True))
     if finding.kind.startswith("out-of-bounds"):
-        # any index into an expanded dimension leads to the one element that there is
+        # any index into an expanded dimension leads to its single element
         assert not inside or 0 in tensor.stride(), finding.index
     else:
         assert inside, finding.index
@@ -98,7 +98,7 @@ def test_the_mistake_is_reported(case: Mistake, launches: list[Launch]) -> None:
 
 
 @every_mistake
-def test_its_correction_is_not(case: Mistake) -> None:
+def test_the_correction_is_not_reported(case: Mistake) -> None:
     with triton_loom.sanitize(collect=True, dry=case.dry) as seen:
         got, want = case.run(fixed=True, dry=case.dry)
     assert not seen.findings, "\n".join(map(str, seen.findings))
@@ -107,12 +107,12 @@ def test_its_correction_is_not(case: Mistake) -> None:
 
 
 @every_mistake
-def test_its_correction_is_right(case: Mistake) -> None:
+def test_the_correction_is_right(case: Mistake) -> None:
     torch.testing.assert_close(*case.run(fixed=True))
 
 
 @every_mistake
-def test_its_launch_raises(case: Mistake) -> None:
+def test_the_launch_raises(case: Mistake) -> None:
     with pytest.raises(triton_loom.SanitizerError) as raised, triton_loom.sanitize(dry=case.dry):
         case.run(fixed=False, dry=case.dry)
     message = str(raised.value)

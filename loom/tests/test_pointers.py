@@ -1,4 +1,4 @@
-"""Pointers that the sanitizer must know more about than their address: chosen when the kernel runs, and described."""
+"""Pointers that need more than their address for the sanitizer: pointers chosen at run time, and descriptors."""
 
 from __future__ import annotations
 
@@ -67,29 +67,29 @@ CHOICES = [by_select, by_branch, by_lane, by_swapping, by_call]
 of_each_choice = pytest.mark.parametrize("kernel", CHOICES, ids=lambda kernel: kernel.fn.__name__)
 
 
-def neighbours() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x and y in one storage, y right behind x, and z."""
-    whole = torch.arange(128.0)
-    return whole[:64], whole[64:], torch.zeros(128)
+def neighbors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x and y in one storage, y right after x, and z."""
+    storage = torch.arange(128.0)
+    return storage[:64], storage[64:], torch.zeros(128)
 
 
 @of_each_choice
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_chosen_pointer_is_held_against_its_own_tensor(kernel: Any, first: int) -> None:
-    """x[64] is y[0], which is a tensor of the launch, too."""
-    x, y, z = neighbours()
+def test_a_chosen_pointer_is_checked_against_its_own_tensor(kernel: Any, first: int) -> None:
+    """x[64] is y[0], which is also a tensor of the launch."""
+    x, y, z = neighbors()
     with sanitize(collect=True) as seen:
         kernel[(1,)](x, y, z, 80, first, 128)
-    found = [finding for finding in seen.findings if finding.kind == "out-of-bounds load"]
-    assert [finding.argument for finding in found] == (["x_ptr"] if first else ["y_ptr"])
-    assert found[0].index == (64,)
-    assert found[0].count == (8 if kernel is by_lane else 16)
+    findings = [finding for finding in seen.findings if finding.kind == "out-of-bounds load"]
+    assert [finding.argument for finding in findings] == (["x_ptr"] if first else ["y_ptr"])
+    assert findings[0].index == (64,)
+    assert findings[0].count == (8 if kernel is by_lane else 16)
 
 
 @of_each_choice
 @pytest.mark.parametrize("first", [0, 1])
 def test_chosen_pointers_load_what_they_point_to(kernel: Any, first: int) -> None:
-    x, y, z = neighbours()
+    x, y, z = neighbors()
     with sanitize():
         kernel[(2,)](x, y, z, 50, first, 64)
     chosen = x if first else y
@@ -101,7 +101,7 @@ def test_chosen_pointers_load_what_they_point_to(kernel: Any, first: int) -> Non
 
 @triton.jit
 def moves_chosen(x_ptr, y_ptr, first, BLOCK: tl.constexpr):
-    """A load and a store of the same memory by different pointers, and an atomic."""
+    """Load and store the same memory through different pointers, and update it atomically."""
     off = tl.arange(0, BLOCK)
     ptr = tl.where(first != 0, x_ptr, y_ptr)
     moved = tl.load(x_ptr + off)
@@ -122,15 +122,15 @@ def test_chosen_pointers_store_and_update(first: int) -> None:
 
 
 def test_chosen_pointers_race_as_others() -> None:
-    x, y, z = neighbours()
+    x, y, z = neighbors()
     with sanitize(collect=True) as seen:
         by_select[(2,)](x, z[:64], z, 64, 0, 64)  # reads what it stores
         moves_chosen[(2,)](x, y, 0, 64)
     assert {(finding.kind, finding.launch) for finding in seen.findings} >= {("race", 1)}
 
 
-def test_a_chosen_pointer_far_away_is_told() -> None:
-    x, y, z = neighbours()
+def test_a_chosen_pointer_far_out_of_bounds_is_reported() -> None:
+    x, y, z = neighbors()
     with sanitize(collect=True) as seen:
         by_select[(1,)](x[:0], y, z, -1, 1, 128)  # nothing is on
         by_far[(1,)](x, y, z, 1)
@@ -186,19 +186,19 @@ def found_in(launch: Callable[[], None]) -> list[Finding]:
         (described, 20, 0, ""),
         (described, 15, 0, "dimension 0 of the descriptor has a stride of 60 bytes"),
         (described, 16, 4, ""),
-        (described, 16, 3, "and a GPU takes multiples of 16 bytes alone"),
+        (described, 16, 3, "but a GPU requires multiples of 16 bytes"),
         (described_by_program, 16, 8, ""),
-        (described_by_program, 16, 3, "and a GPU takes multiples of 16 bytes alone"),  # but for program 0
+        (described_by_program, 16, 3, "but a GPU requires multiples of 16 bytes"),  # but for program 0
     ],
 )
-def test_descriptors_are_what_a_gpu_takes(kernel: Any, stride: int, first: int, said: str) -> None:
+def test_descriptors_that_a_gpu_refuses_are_reported(kernel: Any, stride: int, first: int, said: str) -> None:
     memory = torch.zeros(1024 + 4)
     x = memory[-(memory.data_ptr() // 4) % 4 :]
-    found = found_in(lambda: kernel[(3,)](x, torch.empty(3), 32, 12, stride, first, ROWS=16, COLS=8))
+    findings = found_in(lambda: kernel[(3,)](x, torch.empty(3), 32, 12, stride, first, ROWS=16, COLS=8))
     if not said:
-        assert found == []
+        assert findings == []
         return
-    (finding,) = found
+    (finding,) = findings
     assert finding.kind == "broken promise"
     assert finding.argument == "x_ptr"
     assert finding.program == ((2, 0, 0) if kernel is described_by_program else (0, 0, 0))
@@ -212,7 +212,7 @@ def described_by_both(x, y_ptr, z_ptr, stride, ROWS: tl.constexpr, COLS: tl.cons
     tl.store(z_ptr, tl.sum(x.load([0, 0]) + y.load([0, 0])))
 
 
-def test_descriptors_of_the_host_are_triton_s_business() -> None:
+def test_descriptors_of_the_host_are_left_to_triton() -> None:
     x, y = torch.zeros(16, 16), torch.zeros(16, 16)
     host = TensorDescriptor(x, [16, 16], [16, 1], [16, 16])
     assert found_in(lambda: described_by_both[(1,)](host, y, torch.empty(1), 16, ROWS=16, COLS=16)) == []

@@ -35,7 +35,7 @@ WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def holding(kind: str) -> int:
-    """The bits of a register that operands of tests have for a type: none has eight."""
+    """Return the register width for a type in tests: no register has eight bits."""
     return max(16, int(kind[1:]))
 
 
@@ -46,7 +46,7 @@ def clamped(value: int, kind: str) -> int:
 
 
 def resize_batch(source: str) -> Batch:
-    """From the low bits of a register to a register that is filled up with the sign or with zeros."""
+    """Return conversions from the low bits of a register to a sign- or zero-extended register."""
     cases = []
     for to, sat in itertools.product(INTEGERS, (False, True)):
         bits = holding(to)
@@ -56,7 +56,7 @@ def resize_batch(source: str) -> Batch:
 
 
 def to_integer_batch(source: str) -> Batch:
-    """Float to integer in four roundings: clamped, and NaN as the manual says."""
+    """Return float-to-integer conversions in four roundings: clamped, and NaN according to the manual."""
     widen: dict[str, Callable[[Array], Array]] = {
         "f32": lambda u: f32(u).astype(np.float64), "f64": lambda u: u.view(np.float64),
         "f16": lambda u: F16.values[u], "bf16": lambda u: BF16.values[u],
@@ -76,11 +76,13 @@ def to_integer_batch(source: str) -> Batch:
                 float(clamped(end, to)) for end in (-(1 << 70), 1 << 70)
             )  # high may round up to 2^64
             inside = (x > low) & (x < high)
-            whole = np.where(inside, x, 0).astype(np.int64 if to[0] == "s" else np.uint64).astype(np.uint64)
+            integral = (
+                np.where(inside, x, 0).astype(np.int64 if to[0] == "s" else np.uint64).astype(np.uint64)
+            )
             ends = [np.uint64(clamped(end, to) % (1 << 64)) for end in (-(1 << 70), 1 << 70)]
-            whole = np.where(x <= low, ends[0], np.where(x >= high, ends[1], whole))
-            whole = np.where(np.isnan(x), np.uint64(number(nan, to) % (1 << 64)), whole)
-            return whole.astype(f"u{bits // 8}")
+            integral = np.where(x <= low, ends[0], np.where(x >= high, ends[1], integral))
+            integral = np.where(np.isnan(x), np.uint64(number(nan, to) % (1 << 64)), integral)
+            return integral.astype(f"u{bits // 8}")
 
         cases.append(Case(f"cvt.{name}{modifier}.{to}.{source} {{d}}, {{a}};", bits, reference))
     halves = np.arange(-300, 300) / 2
@@ -97,7 +99,7 @@ def to_integer_batch(source: str) -> Batch:
 
 
 def from_integer_batch(source: str) -> Batch:
-    """Through NumPy's long double, which holds every integer of 64 bits."""
+    """Return integer-to-float conversions, with NumPy's long double, which represents every 64-bit integer."""
 
     def exact(a: Array) -> Array:
         return np.array([number(v, source) for v in a.tolist()], np.longdouble)
@@ -120,7 +122,7 @@ def from_integer_batch(source: str) -> Batch:
 
 
 def widening_batch(format_: Format, kind: str) -> Batch:
-    """Every code of f16 and bf16."""
+    """Return widening conversions of every code of f16 and bf16."""
 
     cases = [
         Case(
@@ -148,7 +150,7 @@ def widening_batch(format_: Format, kind: str) -> Batch:
 
 
 def narrowing_batch() -> Batch:
-    """f32 to f16 and bf16, singly and in pairs, over every boundary of both and any bits."""
+    """Return conversions of f32 to f16 and bf16, singly and in pairs, over every boundary and random bits."""
     cases = []
     for mode, relu, sat, (format_, kind) in itertools.product(
         ("rn", "rz"), (False, True), (False, True), ((F16, "f16"), (BF16, "bf16"))
@@ -245,7 +247,7 @@ def from_f64_batch() -> Batch:
 
 
 def to_f64_batches() -> list[Batch]:
-    """Without NaN, whose bits in f64 are nobody's."""
+    """Return conversions to f64, without NaN, whose bits are unspecified."""
     single = np.concatenate([F16.boundaries()[::11], f32(any_bits(32, 3000))])
     double = np.concatenate([np.arange(-300, 300) / 4, any_bits(64, 1000).view(np.float64), [2.0**52 + 0.5]])
     return [
@@ -268,7 +270,7 @@ def to_f64_batches() -> list[Batch]:
 
 
 def small_batch(name: str) -> Batch:
-    """Two f32 to a small format over every boundary; and back from every pair of codes."""
+    """Return conversions of two f32 to a small format over every boundary, and back from every pair of codes."""
     width = 4 if name == "e2m1" else 8
     narrow = "{{ .reg .b8 t; @ t, {a}, {b}; cvt.u16.u8 {d}, t; }}" if width == 4 else "@ {d}, {a}, {b};"
     cases = []
@@ -300,7 +302,7 @@ def small_batch(name: str) -> Batch:
 
 
 def small_from_half_batch(name: str) -> Batch:
-    """All f16, or all bf16, in one half of a register."""
+    """Return conversions of all f16, or all bf16, in one half of a register."""
     width = 4 if name == "e2m1" else 8
     narrow = "{{ .reg .b8 t; @ t, {a}; cvt.u16.u8 {d}, t; }}" if width == 4 else "@ {d}, {a};"
     cases = []
@@ -320,7 +322,7 @@ def small_from_half_batch(name: str) -> Batch:
 
 
 def small_to_half_batch(name: str) -> Batch:
-    """Every pair of codes of 4 bits, and every code of 8 beside another."""
+    """Return conversions of every pair of 4-bit codes, and of every 8-bit code beside another."""
     width = 4 if name == "e2m1" else 8
     wide = "{{ .reg .b8 t; cvt.u8.u16 t, {a}; @ {d}, t; }}" if width == 4 else "@ {d}, {a};"
     cases = []
@@ -343,7 +345,7 @@ def small_to_half_batch(name: str) -> Batch:
 
 
 def exponent_batch() -> Batch:
-    """Powers of two by f32 and pairs of bf16, up and toward zero."""
+    """Return conversions of f32 and of bf16 pairs to powers of two, up and toward zero."""
 
     def code(x: Array, up: bool, sat: bool) -> Array:
         size = np.abs(x.astype(np.float64))
@@ -393,7 +395,7 @@ def from_exponent_batch() -> Batch:
 
 
 def stochastic(grid: Array, x: Array, share: Array, largest: float) -> Array:
-    """The place in a table of magnitudes where |x| + share of the distance to the next one lands.
+    """Return the index in a table of magnitudes where |x| + share * (distance to the next one) lands.
 
     `share` has as many bits as the hardware adds, below 1; numbers of the table and of float64 are exact."""
     size = np.minimum(np.abs(x), largest)
@@ -405,8 +407,8 @@ def stochastic(grid: Array, x: Array, share: Array, largest: float) -> Array:
 
 
 def random_lanes(random: Array, width: int) -> list[Array]:
-    """The sixteen bits of each of four operands, by the tables of a measurement on the GPU: which bit of the word is
-    the highest, and so on down."""
+    """Return the sixteen random bits of each of four operands, by the tables of others' measurement (docs/assembly.md):
+    which bit of the word is the highest, and so on down."""
     orders = {
         8: [range(16, 32), range(31, 15, -1), range(16), range(15, -1, -1)],
         4: [
@@ -421,7 +423,7 @@ def random_lanes(random: Array, width: int) -> list[Array]:
 
 
 def stochastic_four_batch(name: str) -> Batch:
-    """Four operands of which two are a, and b and -b: signs and magnitudes of either pair."""
+    """Return conversions of four operands, a twice, b and -b: signs and magnitudes of either pair."""
     width = 4 if name == "e2m1" else 8
     format_ = SMALL[name]
     cases = []
@@ -441,8 +443,8 @@ def stochastic_four_batch(name: str) -> Batch:
         def reference(a: Array, b: Array, c: Array, code: Any = code) -> Array:
             shares = random_lanes(c, width)
             codes = [code(v, s) for v, s in zip((a, b, b ^ np.uint32(1 << 31), a), shares, strict=True)]
-            whole = codes[0] << 3 * width | codes[1] << 2 * width | codes[2] << width | codes[3]
-            return whole.astype(np.uint16 if width == 4 else np.uint32)
+            word = codes[0] << 3 * width | codes[1] << 2 * width | codes[2] << width | codes[3]
+            return word.astype(np.uint16 if width == 4 else np.uint32)
 
         quad = f"{{{{ .reg .b32 n; neg.f32 n, {{b}}; cvt.rs{'.relu' * relu}.satfinite.{name}x4.f32 {{d}}, "
         quad += "{{ {a}, {b}, n, {a} }}, {c}; }}"

@@ -34,7 +34,7 @@ from triton_loom.testing import check
 
 
 def f32_inputs(count: int = 3) -> tuple[Array, ...]:
-    """Any bits; ordinary numbers; and all pairs of what is special."""
+    """Return random bits, ordinary numbers, and all pairs of special values."""
     special = [
         0,
         1,
@@ -58,7 +58,7 @@ def f32_inputs(count: int = 3) -> tuple[Array, ...]:
 
 
 def extreme(x: Array, y: Array, name: str, nan_wins: bool, xorsign: bool) -> Array:
-    """min or max of float64 numbers, by the order of (number, sign of zero)."""
+    """Return min or max of float64 numbers, in the order of (number, sign of zero)."""
     if xorsign:
         sign = np.where(np.signbit(x) ^ np.signbit(y), -1.0, 1.0)
         return np.copysign(extreme(np.abs(x), np.abs(y), name, nan_wins, False), sign)
@@ -188,8 +188,8 @@ JOINED: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def float_compare(kind: str) -> Batch:
-    """Every comparison, with every way of joining a predicate, and the second predicate where there is one; of a
-    comparison with .ftz, which is the same on other numbers, alone."""
+    """Return every comparison, with every way of joining a predicate, and the second predicate if there is one. With
+    .ftz, which is the same on other numbers, only plain comparisons."""
     widen: dict[str, Callable[[Array], Array]] = {
         "f32": f32,
         "f64": lambda u: u.view(np.float64),
@@ -212,11 +212,11 @@ def float_compare(kind: str) -> Batch:
 
         def reference(a: Array, b: Array, c: Array, f: Any = f, ftz: bool = ftz) -> Array:
             x, y = (widen[kind](flush[kind](u) if ftz else u) for u in (a, b))
-            found = np.zeros(len(a), np.uint32)
+            mask = np.zeros(len(a), np.uint32)
             for k, join in enumerate(JOINED.values() if not ftz else [JOINED[""]]):
-                found |= join(f(x, y), b == c).astype(np.uint32) << k
-                found |= join(~f(x, y), b == c).astype(np.uint32) << (4 + k) if second else np.uint32(0)
-            return found
+                mask |= join(f(x, y), b == c).astype(np.uint32) << k
+                mask |= join(~f(x, y), b == c).astype(np.uint32) << (4 + k) if second else np.uint32(0)
+            return mask
 
         cases.append(Case(text + " }}", 32, reference))
     a, b, c = {"f32": f32_inputs, "f64": f64_inputs}.get(
@@ -227,7 +227,7 @@ def float_compare(kind: str) -> Batch:
 
 
 def pair_compare(kind: str) -> Batch:
-    """The same for two numbers at once: a predicate for the low one and a predicate for the high one."""
+    """Return comparisons of packed pairs: a predicate for the low lane and one for the high lane."""
     format_ = F16 if kind == "f16x2" else BF16
     cases = []
     for (name, f), ftz in itertools.product(ORDER.items(), (False, True) if kind == "f16x2" else (False,)):
@@ -238,13 +238,13 @@ def pair_compare(kind: str) -> Batch:
             text += f" @p or.b32 {{d}}, {{d}}, {1 << k}; @q or.b32 {{d}}, {{d}}, {16 << k};"
 
         def reference(a: Array, b: Array, c: Array, f: Any = f, ftz: bool = ftz) -> Array:
-            found = np.zeros(len(a), np.uint32)
+            mask = np.zeros(len(a), np.uint32)
             for half in (0, 1):
                 codes = ((u >> 16 * half & 0xFFFF).astype(np.uint16) for u in (a, b))
                 x, y = (format_.values[flushed16(format_, u) if ftz else u] for u in codes)
                 for k, join in enumerate(JOINED.values() if not ftz else [JOINED[""]]):
-                    found |= join(f(x, y), b == c).astype(np.uint32) << (4 * half + k)
-            return found
+                    mask |= join(f(x, y), b == c).astype(np.uint32) << (4 * half + k)
+            return mask
 
         cases.append(Case(text + " }}", 32, reference))
     a, b, c = paired(*half_inputs(format_))
@@ -262,7 +262,7 @@ def f64_inputs() -> tuple[Array, ...]:
 
 
 def f64_arithmetic() -> Batch:
-    """NaN has no bits of its own here: where the truth is one, zeros are compared."""
+    """Return f64 arithmetic. NaN has no defined bits here: where the truth is NaN, zeros are compared."""
 
     def hidden(x: Array) -> Array:
         return np.where(np.isnan(x), 0, np.ascontiguousarray(x).view(np.uint64))
@@ -303,7 +303,7 @@ def f64_arithmetic() -> Batch:
 
 
 def fused(a: float, b: float, c: float) -> float:
-    """a b + c of float64 with one rounding, by Python's rational numbers."""
+    """Return a b + c of float64 with one rounding, by Python's rational numbers."""
     from fractions import Fraction
 
     if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
@@ -321,7 +321,7 @@ def fused(a: float, b: float, c: float) -> float:
 
 
 def half_inputs(format_: Format) -> tuple[Array, ...]:
-    """All pairs of 80 codes of every kind, with any third."""
+    """Return all pairs of 80 codes of every kind, with a random third."""
     ends = [
         0,
         1,
@@ -345,7 +345,7 @@ def half_inputs(format_: Format) -> tuple[Array, ...]:
 
 
 def paired(*columns: Array) -> list[Array]:
-    """Two of 16 bits to a register, the second from another place."""
+    """Return registers with two 16-bit values, the second from another position."""
     return [c.astype(np.uint32) | np.roll(c, 7).astype(np.uint32) << 16 for c in columns]
 
 
@@ -426,7 +426,7 @@ def half_batch(kind: str, pairs: bool) -> Batch:
 
 
 def f32_pairs() -> Batch:
-    """Two of f32 to a 64-bit register."""
+    """Return arithmetic on two f32 in a 64-bit register."""
     a, b, c = f32_inputs()
     wide = [x.astype(np.uint64) | np.roll(x, 5).astype(np.uint64) << np.uint64(32) for x in (a, b, c)]
 
@@ -458,7 +458,7 @@ def f32_pairs() -> Batch:
 
 
 def mixed_batch(kind: str) -> Batch:
-    """f32 with operands of 16 bits: all of them but what is added."""
+    """Return f32 arithmetic with 16-bit operands, except the addend."""
     format_ = F16 if kind == "f16" else BF16
 
     def sums(sign: int, sat: bool) -> Reference:
@@ -504,7 +504,7 @@ def test_bits(group: str) -> None:
 # ---- approximations -------------------------------------------------------------------------------------------
 
 APPROXIMATE: dict[str, tuple[Callable[[Array], Array], float]] = {
-    # the truth in float64, and the error that ptx.py states, in ulp
+    # the truth in float64, and the error stated by ptx.py, in ulp
     "ex2.approx": (np.exp2, 1),
     "lg2.approx": (np.log2, 1),
     "rsqrt.approx": (lambda x: 1 / np.sqrt(x), 0.501),
@@ -525,7 +525,7 @@ def f32_approximations() -> Batch:
 
 
 def half_approximations() -> list[Batch]:
-    """Every number of f16 and bf16, singly and beside another."""
+    """Return approximations of every f16 and bf16 number, singly and in pairs."""
     codes = np.arange(1 << 16, dtype=np.uint16)
     pairs = codes.astype(np.uint32) | np.roll(codes, 999).astype(np.uint32) << 16
     return [
@@ -540,7 +540,7 @@ def no_bits(*_: Array) -> Array:
 
 @functools.lru_cache
 def approximated() -> tuple[Array, dict[str, Array], dict[str, tuple[Array, Array]]]:
-    """The inputs in f32 and the results, all of them compiled at once."""
+    """Return the inputs in f32 and the results, all compiled together."""
     batch = f32_approximations()
     single, *halves = execute([batch, *half_approximations()])
     names = dict(zip(OF_HALVES, zip(*halves, strict=True), strict=True))
@@ -549,7 +549,7 @@ def approximated() -> tuple[Array, dict[str, Array], dict[str, tuple[Array, Arra
 
 @pytest.mark.parametrize("name", OF_F32)
 def test_approximations(name: str) -> None:
-    """Within the stated error of the truth; infinities, NaN and zeros as they are."""
+    """Results are within the stated error of the truth; infinities, NaN and zeros are exact."""
     truth_of, error = APPROXIMATE[name.removesuffix(".ftz")]
     ftz = name.endswith(".ftz")
     x, results, _ = approximated()
@@ -576,7 +576,7 @@ def test_approximations(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_HALVES)
 def test_approximations_of_halves(name: str) -> None:
-    """0.51 ulp, singly and in pairs."""
+    """The error is below 0.51 ulp, singly and in pairs."""
     format_ = BF16 if name.endswith("bf16") else F16
     ftz = ".ftz" in name
     single, pair = approximated()[2][name]

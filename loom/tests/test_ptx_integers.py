@@ -100,7 +100,7 @@ def compare_batch(kind: str) -> Batch:
 
 
 def shift_batch(bits: int) -> Batch:
-    """The distance is a 32-bit number whatever is shifted."""
+    """Return shifts; the distance is a 32-bit number for every type."""
     signed, unsigned = f"s{bits}", f"u{bits}"
     cases = [
         Case(
@@ -167,7 +167,7 @@ def predicate_batch() -> Batch:
 
 
 def field(a: int, position: int, length: int, bits: int, signed: bool) -> int:
-    """bfe as the manual writes it, bit for bit."""
+    """Return bfe by the manual's definition, bit by bit."""
     position, length = position & 255, length & 255
     fill = a >> min(position + length - 1, bits - 1) & 1 if signed and length else 0
     return sum(
@@ -200,7 +200,7 @@ def field_batch(bits: int) -> Batch:
 
 
 def permuted(a: int, b: int, selector: int, mode: str) -> int:
-    """prmt by the manual's tables: per selector, the bytes from the highest to the lowest."""
+    """Return prmt by the manual's tables: per selector, the bytes from the highest to the lowest."""
     tables = {
         "f4e": "3210 4321 5432 6543", "b4e": "5670 6701 7012 0123", "rc8": "0000 1111 2222 3333",
         "ecl": "3210 3211 3222 3333", "ecr": "0000 1110 2210 3210", "rc16": "1010 3232 1010 3232",
@@ -214,7 +214,7 @@ def permuted(a: int, b: int, selector: int, mode: str) -> int:
 
 
 def word_batch() -> Batch:
-    """What works on 32 bits alone."""
+    """Return the instructions that exist for 32 bits only."""
     u3 = "u32 u32 u32"
     cases = [
         Case(f"prmt.b32{f'.{mode}' if mode else ''} {{d}}, {{a}}, {{b}}, {{c}};", 32, of_integers(
@@ -266,7 +266,7 @@ def word_batch() -> Batch:
 
 
 def lop3_batch() -> Batch:
-    """Every table, four to a result, on inputs that have every combination of three bits."""
+    """Return every table of lop3, four per result, on inputs with every combination of three bits."""
 
     def reference(tables: range) -> Reference:
         def bytes_of(a: int, b: int, c: int) -> int:

@@ -13,7 +13,7 @@ SEEDS = [0, 1, 42, 0x9E3779B9, 2**31 - 1, 2**40 + 12345, 2**63 - 1]
 
 
 def philox(seed: int, offsets: np.ndarray, rounds: int = 10) -> list[np.ndarray]:
-    """Philox 4x32 by its definition (Salmon et al. 2011): the offset is the counter, the seed the key."""
+    """Return Philox 4x32 by its definition (Salmon et al. 2011): the offset is the counter, the seed the key."""
     low, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     offsets = offsets.astype(np.uint64)
     zero = np.zeros_like(offsets)
@@ -33,21 +33,21 @@ def philox(seed: int, offsets: np.ndarray, rounds: int = 10) -> list[np.ndarray]
 
 
 def uniform(word: np.ndarray) -> np.ndarray:
-    """To [0, 1): the magnitude of the number read as a signed one, times a float32 just below 2^-31."""
+    """Map to [0, 1): the magnitude of the number read as a signed one, times a float32 just below 2^-31."""
     signed = word.view(np.int32)
     magnitude = np.where(signed < 0, -(signed.astype(np.int64)) - 1, signed)
     return magnitude.astype(np.float32) * np.float32(4.6566127342e-10)
 
 
 def normal(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Box and Muller's transformation of a float32 angle: the radius, and the number, in float64."""
+    """Return the Box-Muller transform of a float32 angle: the radius, and the number, in float64."""
     radius = np.sqrt(-2 * np.log(np.maximum(np.float32(1e-7), first).astype(np.float64)))
     angle = np.float32(2 * np.pi) * second
     return radius, radius * np.cos(angle.astype(np.float64))
 
 
 def test_reference_meets_the_published_answers() -> None:
-    """Random123's known answer of philox4x32 with 10 rounds for a zero counter and key."""
+    """The result is Random123's known answer of philox4x32 with 10 rounds for a zero counter and key."""
     words = [int(word[0]) for word in philox(0, np.array([0], np.uint64))]
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -122,7 +122,7 @@ def test_tiles_and_loaded_seeds() -> None:
 
 @triton.jit
 def draw_wide(seed, out_ptr, BLOCK: tl.constexpr):
-    """Philox 4x64: the generator on 64-bit words."""
+    """Draw from Philox 4x64, the generator on 64-bit words."""
     offs = tl.arange(0, BLOCK).to(tl.uint64)
     zero = offs * 0
     a, b, c, d = tl.philox(seed, offs, zero, zero, zero)

@@ -1,4 +1,4 @@
-"""Why a finding came about: expressions of the kernel's text with their values at the lane, all of them true."""
+"""Reasons of findings: expressions of the kernel's source with their values at the lane, all of them true."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mistakes import MISTAKES, Mistake
 from triton_loom import Finding, Reason
 
 
-class _Filled(ast.NodeTransformer):
-    """An expression with all that has a value replaced by it, and without the dimensions of tiles."""
+class _Substituted(ast.NodeTransformer):
+    """Substitution of values into an expression; drops the dimensions of tiles."""
 
     def __init__(self, values: Mapping[str, int | str]) -> None:
         self.values = values
@@ -27,7 +27,7 @@ class _Filled(ast.NodeTransformer):
             others = {
                 name: other for name, other in self.values.items() if other != value
             }  # x_ptr = x_ptr + 72
-            return _Filled(others).visit(ast.parse(value, mode="eval").body)
+            return _Substituted(others).visit(ast.parse(value, mode="eval").body)
         if value is not None:
             return ast.parse(f"({value})", mode="eval").body
         if isinstance(node, ast.Subscript):
@@ -35,10 +35,9 @@ class _Filled(ast.NodeTransformer):
         return super().visit(node)
 
 
-def evaluated(expression: str, reason: Reason, argument: str | None) -> int | None:
-    """What an expression comes to by the values of a reason, counted from an argument's first element; None if some
-    are missing."""
-    filled = _Filled(reason.values).visit(ast.parse(expression, mode="eval"))
+def evaluate(expression: str, reason: Reason, argument: str | None) -> int | None:
+    """Evaluate an expression with a reason's values, from an argument's first element; None if some are missing."""
+    filled = _Substituted(reason.values).visit(ast.parse(expression, mode="eval"))
     try:
         return int(eval(ast.unparse(filled), {argument: 0} if argument else {}))
     except NameError:
@@ -46,18 +45,18 @@ def evaluated(expression: str, reason: Reason, argument: str | None) -> int | No
 
 
 def check_reason(finding: Finding, tensor: torch.Tensor | None) -> bool:
-    """Whether a reason is complete; whatever it says is true."""
+    """Return whether a reason is complete; assert that all of it is true."""
     reason = finding.reason
     assert reason is not None
-    exact = evaluated(reason.expression, reason, finding.argument)
+    exact = evaluate(reason.expression, reason, finding.argument)
     if finding.kind == "offset overflow":
         assert exact is None or f"the exact result is {exact}," in finding.detail, reason
         return exact is not None
     if reason.mask is not None:
-        assert evaluated(reason.mask, reason, None) in (None, 1), reason
+        assert evaluate(reason.mask, reason, None) in (None, 1), reason
     if exact is None or finding.index is None or tensor is None:
         return False
-    # 0 for a stride of an expanded dimension stands for any index; an offset of 32 bits has wrapped around
+    # a stride of 0 allows any index; a 32-bit offset has wrapped around
     offset = sum(i * stride for i, stride in zip(finding.index, tensor.stride(), strict=True))
     assert (exact - offset) % 2**32 == 0, f"{reason} is {exact}, not {offset}"
     return True
@@ -67,12 +66,12 @@ def check_reason(finding: Finding, tensor: torch.Tensor | None) -> bool:
 
 
 def reasons_of(case: Mistake, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Finding, torch.Tensor | None]]:
-    """The findings of a case with the tensors that they name. (A case may launch several kernels.)"""
+    """Return the findings of a case with the tensors that they name. (A case may launch several kernels.)"""
     tensors: dict[str, torch.Tensor] = {}
 
     def note(*args: object, **_: object) -> None:
-        named = zip(case.kernel.arg_names, args, strict=False)
-        tensors.update((name, value) for name, value in named if isinstance(value, torch.Tensor))
+        named_args = zip(case.kernel.arg_names, args, strict=False)
+        tensors.update((name, value) for name, value in named_args if isinstance(value, torch.Tensor))
 
     monkeypatch.setattr(case.kernel, "pre_run_hooks", [note])
     with triton_loom.sanitize(collect=True, dry=case.dry) as seen:
@@ -80,9 +79,11 @@ def reasons_of(case: Mistake, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Fin
     return [(f, tensors.get(f.argument or "")) for f in seen.findings if f.kernel == case.kernel.fn.__name__]
 
 
-def test_reasons_of_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a reason has values for all of its names, they lead to the element that was reported."""
-    findings = [found for case in MISTAKES for found in reasons_of(case, monkeypatch)]
+def test_reasons_of_recorded_mistakes_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason with values for all of its names leads to the reported element."""
+    findings = [
+        finding_and_tensor for case in MISTAKES for finding_and_tensor in reasons_of(case, monkeypatch)
+    ]
     explained = [(finding, tensor) for finding, tensor in findings if finding.reason is not None]
     complete = [finding for finding, tensor in explained if check_reason(finding, tensor)]
     assert len(findings) >= 80
@@ -96,7 +97,10 @@ def test_reasons_of_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def reasons(
     kernel: object, *args: object, grid: tuple[int, ...] = (1,), **constants: object
 ) -> list[Reason | None]:
-    """Of wrong addresses. That some kernels also store lanes that their loads leave undefined is another matter."""
+    """Return the reasons of wrong addresses.
+
+    Some kernels also store lanes that their loads leave undefined, which is ignored here.
+    """
     with triton_loom.sanitize(collect=True) as seen:
         kernel[grid](*args, **constants)  # type: ignore[index]
     tensors = dict(zip(kernel.arg_names, args, strict=False))  # type: ignore[attr-defined]
@@ -116,8 +120,8 @@ def read_rows(x_ptr, y_ptr, n, stride, BLOCK: tl.constexpr):
 
 
 @pytest.mark.compat
-def test_address_and_mask() -> None:
-    """In the kernel's own names. A stride of 1 is a constant to the compiler, and is said all the same."""
+def test_reasons_use_the_kernel_s_names() -> None:
+    """A stride of 1 is a constant to the compiler, and is reported all the same."""
     x, y = torch.zeros(4, 100), torch.zeros(4, 128)
     assert reasons(read_rows, x, y, 128, 100, grid=(4,), BLOCK=128) == [
         Reason(
@@ -151,8 +155,8 @@ def read_by_functions(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
 
 
 @pytest.mark.compat
-def test_functions_that_the_kernel_calls() -> None:
-    """The names are those of the function that the access stands in."""
+def test_reasons_in_device_functions_use_their_names() -> None:
+    """The names are those of the function that contains the access."""
     (reason,) = reasons(read_by_functions, torch.zeros(20), torch.zeros(32), 21, BLOCK=32)
     assert reason == Reason("p + offs", "on", {"offs": 20, "on": "True"})
 
@@ -169,7 +173,7 @@ def read_in_a_loop(x_ptr, y_ptr, rows, cols, stride, TILE: tl.constexpr):
 
 
 @pytest.mark.compat
-def test_pointers_that_a_loop_moves() -> None:
+def test_pointers_advanced_by_a_loop_are_recomputed() -> None:
     (reason,) = reasons(read_in_a_loop, torch.zeros(5, 40), torch.zeros(1), 5, 40, 40, TILE=16)
     assert reason is not None
     assert (reason.expression, reason.mask) == ("x_ptrs", "r[:, None] < rows")
@@ -192,15 +196,15 @@ def gather_rows_in_place(x_ptr, at_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + i, tl.load(x_ptr + at * n, mask=i < BLOCK))
 
 
-def test_values_from_memory() -> None:
-    """They are read again, where nobody can have written since."""
+def test_loaded_values_are_read_again() -> None:
+    """Values are read again if nobody can have written them since."""
     at = torch.arange(16)
     at[9] = 77
     (reason,) = reasons(gather_rows, torch.zeros(64), at, torch.zeros(16), 3, BLOCK=16)
     assert reason == Reason("x_ptr + at * n", None, {"at": 77, "n": 3})
     (reason, *_) = reasons(gather_rows_in_place, torch.zeros(64), at, 3, BLOCK=16)
     assert reason == Reason("x_ptr + at * n", "i < BLOCK", {}), (
-        "the lane can't be known: the places are turned around"
+        "the lane cannot be known: the indices were reversed in place"
     )
 
 
@@ -212,8 +216,8 @@ def reassigned(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr, tl.sum(tl.load(x_ptr + off, mask=i < 110)))
 
 
-def test_names_that_mean_two_things() -> None:
-    """`i` of the offset is not `i` of the mask: neither is said."""
+def test_ambiguous_names_have_no_values() -> None:
+    """`i` of the offset is not `i` of the mask: neither is reported."""
     (reason,) = reasons(reassigned, torch.zeros(32), torch.zeros(1), 30, BLOCK=32)
     assert reason is not None
     assert reason.values["off"] == 32
@@ -226,7 +230,7 @@ def two_on_a_line(x_ptr, z_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + tl.load(z_ptr + 2 * i))
 
 
-def test_which_of_two_loads() -> None:
+def test_two_loads_on_a_line_are_distinguished() -> None:
     x, y = torch.zeros(64), torch.zeros(32)
     assert reasons(two_on_a_line, x[:8], x, y, 9, BLOCK=32) == [
         Reason("x_ptr + i", "i < n", {"i": 8, "n": 9})
@@ -242,8 +246,8 @@ def unsigned_places(x_ptr, at_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=at > least))
 
 
-def test_integers_without_a_sign() -> None:
-    """TTIR does not tell them: what has the bits of a negative number is not said."""
+def test_possibly_unsigned_values_are_omitted() -> None:
+    """TTIR does not record signedness: values with the bits of a negative number are omitted."""
     at = torch.tensor([200] * 16 + [7] * 16, dtype=torch.uint8)
     assert reasons(unsigned_places, torch.zeros(15), at, torch.zeros(16), BLOCK=16) == [
         Reason("x_ptr + i", "at > least", {"i": 15, "least": 7})
@@ -262,15 +266,15 @@ def returns_early(x_ptr, y_ptr, n):
         tl.store(y_ptr + pid, tl.load(x_ptr + end))
 
 
-def test_branches_and_the_results_of_loops() -> None:
+def test_branches_and_loop_results_are_recomputed() -> None:
     (reason,) = reasons(returns_early, torch.zeros(5), torch.zeros(9), 5, grid=(9,))
     assert reason is not None
     assert reason.expression == "x_ptr + end"
     assert reason.values in ({"end": 6}, {})
 
 
-def test_without_its_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A finding is reported whether or not a reason can be given."""
+def test_a_missing_source_gives_no_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A finding is reported even if no reason can be given."""
     from triton_loom.witness import expressions
 
     monkeypatch.setattr(expressions.linecache, "getlines", lambda file: [])
@@ -283,7 +287,7 @@ def test_without_its_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         expressions.text_at.cache_clear()
 
 
-def test_without_its_ttir(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ttir_gives_a_reason_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import cache
 
     x, y = torch.zeros(4, 100), torch.zeros(4, 128)
@@ -296,7 +300,7 @@ def test_without_its_ttir(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_loop_that_takes_too_long() -> None:
-    """The text is shown without values."""
+def test_a_long_loop_gives_a_reason_without_values() -> None:
+    """The source expressions are reported without values."""
     (reason,) = reasons(read_in_a_loop, torch.zeros(1, 2**19), torch.zeros(1), 1, 2**19 + 1, 2**19, TILE=16)
     assert reason == Reason("x_ptrs", "r[:, None] < rows")

@@ -40,7 +40,7 @@ def reduce_along(x_ptr, out_ptr, SHAPE: tl.constexpr, SIZE: tl.constexpr, INTEGE
 
 
 def reduced_along(x: np.ndarray) -> list[np.ndarray]:
-    """The same in NumPy. Sums are those of the type that Triton sums in."""
+    """Return the reduction in NumPy, with sums in Triton's type for them."""
     integer = x.dtype.kind in "iu"
     wide = x.dtype if x.dtype.itemsize >= 4 or not integer else np.dtype(f"{x.dtype.kind}4")
     parts: list[np.ndarray] = []
@@ -55,12 +55,12 @@ def reduced_along(x: np.ndarray) -> list[np.ndarray]:
     return parts
 
 
-def check_reductions(x: np.ndarray, given: torch.Tensor) -> None:
+def check_reductions(x: np.ndarray, tensor: torch.Tensor) -> None:
     parts = reduced_along(x)
     wide = np.float64 if x.dtype.kind == "f" else np.uint64 if x.dtype.kind == "u" else np.int64
     want = np.concatenate([np.asarray(part).astype(wide).ravel() for part in parts])
     out = torch.from_numpy(np.zeros_like(want))
-    reduce_along[(1,)](given, out, SHAPE=x.shape, SIZE=x.size, INTEGER=x.dtype.kind in "iu")
+    reduce_along[(1,)](tensor, out, SHAPE=x.shape, SIZE=x.size, INTEGER=x.dtype.kind in "iu")
     assert_same(out, want, str(x.shape))
 
 
@@ -264,13 +264,13 @@ def moments(x_ptr, out_ptr, n, ROWS: tl.constexpr, COLS: tl.constexpr, AXIS: tl.
 def test_welford(axis: int) -> None:
     rows, cols, n = 64, 128, 100
     x = torch.randn(rows, cols) * 3 + 10_000
-    kept = x[:, :n].double()
+    valid = x[:, :n].double()
     out = torch.empty(3, cols if axis == 0 else rows)
     moments[(1,)](x, out, n, ROWS=rows, COLS=cols, AXIS=axis)
     mean, m2, count = (row[:n].double() for row in out)
-    assert (count == kept.shape[axis]).all()
-    torch.testing.assert_close(mean, kept.mean(axis), rtol=3e-7, atol=0)
-    torch.testing.assert_close(m2, kept.var(axis, unbiased=False) * kept.shape[axis], rtol=2e-3, atol=0)
+    assert (count == valid.shape[axis]).all()
+    torch.testing.assert_close(mean, valid.mean(axis), rtol=3e-7, atol=0)
+    torch.testing.assert_close(m2, valid.var(axis, unbiased=False) * valid.shape[axis], rtol=2e-3, atol=0)
     assert axis == 1 or (out[2, n:] == 0).all()
 
 
@@ -320,12 +320,12 @@ def scanned_along(x: np.ndarray) -> list[np.ndarray]:
     return parts
 
 
-def check_scans(x: np.ndarray, given: torch.Tensor) -> None:
+def check_scans(x: np.ndarray, tensor: torch.Tensor) -> None:
     parts = scanned_along(x)
     wide = np.float64 if x.dtype.kind == "f" else np.uint64 if x.dtype.kind == "u" else np.int64
     want = np.concatenate([part.astype(wide).ravel() for part in parts])
     out = torch.from_numpy(np.zeros_like(want))
-    scan_along[(1,)](given, out, SHAPE=x.shape, SIZE=x.size)
+    scan_along[(1,)](tensor, out, SHAPE=x.shape, SIZE=x.size)
     assert_same(out, want, str(x.shape))
 
 
@@ -349,7 +349,7 @@ def test_scans_of_every_dtype(dtype: torch.dtype) -> None:
 
 @triton.jit
 def compose(a1, b1, a2, b2):
-    """x -> a1 x + b1, then x -> a2 x + b2: associative, not commutative."""
+    """Return the composition of x -> a1 x + b1 and x -> a2 x + b2: associative, not commutative."""
     return a1 * a2, a2 * b1 + b2
 
 
@@ -408,9 +408,9 @@ def test_scans_of_tuples(shape: tuple[int, int]) -> None:
     want = []
     for axis in range(2):
         for reverse in (False, True):
-            for function, given in zip(functions, operands, strict=True):
+            for function, inputs in zip(functions, operands, strict=True):
                 with np.errstate(over="ignore"):
-                    want += sequential_scan(function, given, axis, reverse)
+                    want += sequential_scan(function, inputs, axis, reverse)
     flat = np.concatenate([part.astype(np.int32).ravel() for part in want])
     out = torch.empty(len(flat), dtype=torch.int32)
     scan_tuples[(1,)](a, b, out, ROWS=shape[0], COLS=shape[1])
@@ -444,10 +444,10 @@ def standardize(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x_ptr += tl.program_id(0) * n
     x = tl.load(x_ptr + offs, offs < n, 0.0)
-    centred = tl.where(offs < n, x - tl.sum(x) / n, 0.0)
-    spread = tl.sum(centred * centred) / n
+    centered = tl.where(offs < n, x - tl.sum(x) / n, 0.0)
+    spread = tl.sum(centered * centered) / n
     high = tl.max(tl.where(offs < n, x, -float("inf")))
-    tl.store(y_ptr + tl.program_id(0) * n + offs, centred / (spread + 1.0) + high, offs < n)
+    tl.store(y_ptr + tl.program_id(0) * n + offs, centered / (spread + 1.0) + high, offs < n)
 
 
 @triton.jit
@@ -466,8 +466,8 @@ def test_reductions_that_feed_each_other() -> None:
     x, y = torch.randn(5, 300), torch.empty(5, 300)
     standardize[(5,)](x, y, 300, BLOCK=512)
     wide = x.double()
-    centred = wide - wide.mean(1, keepdim=True)
-    want = centred / (centred.square().mean(1, keepdim=True) + 1) + wide.amax(1, keepdim=True)
+    centered = wide - wide.mean(1, keepdim=True)
+    want = centered / (centered.square().mean(1, keepdim=True) + 1) + wide.amax(1, keepdim=True)
     torch.testing.assert_close(y.double(), want, rtol=1e-6, atol=1e-6)
 
     rows, cols = 16, 32

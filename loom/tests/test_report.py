@@ -1,4 +1,4 @@
-"""`python -m triton_loom report`: scripts as their authors have them, also those that end badly or want a GPU."""
+"""`python -m triton_loom report` on unmodified scripts, including those that fail or need a GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def reported(tmp_path: Path, body: str, *options: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.compat
-def test_a_row_for_each_kernel(tmp_path: Path) -> None:
-    """Launches, bytes and verdict; what the script prints, its arguments and its exit code are its own."""
+def test_the_report_has_a_row_for_each_kernel(tmp_path: Path) -> None:
+    """The row has launches, bytes and verdict; the script keeps its own output, arguments and exit code."""
     body = """
 for _ in range(3):
     double[(4,)](torch.ones(1000), 1000, BLOCK=256)
@@ -48,7 +48,7 @@ sys.exit(5)
     assert "3 launches, 12 programs, 0 flops in dots, 0 findings" in run.stdout
 
 
-def test_a_script_that_fails_is_reported_until_then(tmp_path: Path) -> None:
+def test_a_failing_script_is_reported_up_to_its_failure(tmp_path: Path) -> None:
     body = """
 double[(4,)](torch.ones(1000), 1001, BLOCK=256)
 raise KeyError("on its own")
@@ -74,7 +74,7 @@ print(x.sum().item(), y.sum().item(), x.device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_script_that_wants_a_gpu(tmp_path: Path) -> None:
+def test_a_script_that_needs_a_gpu_can_be_redirected(tmp_path: Path) -> None:
     run = reported(tmp_path, GPU)
     assert run.returncode == 1
     assert "python -m triton_loom report --device cpu " in run.stderr
@@ -86,20 +86,20 @@ def test_a_script_that_wants_a_gpu(tmp_path: Path) -> None:
 
 
 def test_redirection_ends_with_its_scope() -> None:
-    before = torch.cuda.synchronize
+    original = torch.cuda.synchronize
     with report.redirected():
         assert torch.zeros(2, device="cuda:1").device.type == "cpu"
         torch.cuda.synchronize()
-    assert torch.cuda.synchronize is before
+    assert torch.cuda.synchronize is original
 
 
-def test_a_missing_script(tmp_path: Path) -> None:
+def test_a_missing_script_is_an_error(tmp_path: Path) -> None:
     run = run_python("-m", "triton_loom", "report", tmp_path / "none.py")
     assert run.returncode == 2
     assert f"there is no file {tmp_path / 'none.py'}" in run.stderr
 
 
-def test_tables() -> None:
+def test_tables_align_their_columns() -> None:
     assert table([("a", "1"), ("bcd", "234")], "<>") == ["  a      1", "  bcd  234"]
     assert table([], "<>") == []
     assert [in_units(n) for n in (0, 9_999, 10_000, 12_345_678, 10**12)] == [

@@ -1,4 +1,4 @@
-"""The sanitizer: which elements a tensor has, memory that nobody has written, and the order of programs."""
+"""The sanitizer: membership of elements in tensors, uninitialized memory, and the order of programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triton_loom.testing.fixtures import SEED
 
 @triton.jit(do_not_specialize=["start", "n"])
 def copy_at(x_ptr, at_ptr, y_ptr, start, n, STORE: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """x[at] to y, or y to x[at]. The places are in memory, or follow one another from `start` on."""
+    """Copy x[at] to y, or y to x[at]. The offsets are in memory, or consecutive from `start` on."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     off = tl.load(at_ptr + i, mask=i < n, other=0) if MODE == "gather" else start + i
     if STORE:
@@ -39,7 +39,7 @@ MARGIN = 64
 
 
 def check_membership(shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Loads and stores from before a view to behind it: those of its elements happen, all others are reported."""
+    """Assert that of loads and stores from before a view to after it, only those outside its elements are reported."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.arange(1, reach + 2 * MARGIN + 1, dtype=torch.int32)
     x = memory.as_strided(shape, strides, MARGIN)
@@ -107,7 +107,7 @@ def test_elements_of_many_dimensions() -> None:
 
 @triton.jit(do_not_specialize=["cols"])
 def select_and_turn(x_ptr, index_ptr, y_ptr, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Column r of y is row index[r] of x."""
+    """Store row index[r] of x as column r of y."""
     row, col = tl.arange(0, ROWS), tl.arange(0, COLS)
     index = tl.load(index_ptr + row)
     x = tl.load(x_ptr + index[:, None] * COLS + col[None, :])
@@ -115,7 +115,7 @@ def select_and_turn(x_ptr, index_ptr, y_ptr, cols, ROWS: tl.constexpr, COLS: tl.
 
 
 def test_rows_by_index_and_transposed_stores() -> None:
-    """Every lane outside counts, and nothing is asked for beyond the tile that is accessed."""
+    """Every lane outside is counted, and nothing is prefetched beyond the accessed tile."""
     x, y = torch.randint(0, 100, (40, 32), dtype=torch.uint8), torch.empty(32, 64, dtype=torch.uint8)
     index = torch.randint(0, 40, (64,))
     with triton_loom.sanitize(collect=True) as seen:
@@ -130,8 +130,8 @@ def test_rows_by_index_and_transposed_stores() -> None:
     assert (store.kind, store.count, store.index) == ("out-of-bounds store", 2 * 64, (30, 0))
 
 
-def test_neighbours_in_one_allocation_are_told_apart() -> None:
-    """A row of a matrix ends where it ends, although the next one follows."""
+def test_neighbors_in_one_allocation_are_distinguished() -> None:
+    """A row of a matrix has a definite end, although the next one follows."""
     memory = torch.zeros(4, 16)
     with triton_loom.sanitize(collect=True) as seen:
         double[(1,)](memory[1], memory[3], 17, BLOCK=64)
@@ -152,7 +152,7 @@ def load_one(x_ptr, y_ptr, at):
         pytest.param(lambda: torch.ones(4, 3)[1, 1], 1, id="0-d"),
     ],
 )
-def test_what_is_no_element_has_no_elements_index(x: Callable[[], torch.Tensor], at: int) -> None:
+def test_addresses_between_elements_have_no_index(x: Callable[[], torch.Tensor], at: int) -> None:
     tensor = x()
     with triton_loom.sanitize(collect=True) as seen:
         load_one[(1,)](tensor, torch.zeros(1), at)
@@ -171,7 +171,7 @@ def follow(table_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 def test_addresses_found_in_memory() -> None:
-    """They lead to tensor arguments and to tensors that are allowed, and not past their ends."""
+    """They may point into tensor arguments and allowed tensors, but not past their ends."""
     tensors = [torch.randn(16), torch.randn(40)[:16], torch.randn(40)[20:36]]
     table, y = torch.tensor([x.data_ptr() for x in tensors]), torch.zeros(3, 16)
     with triton_loom.sanitize(collect=True) as seen:
@@ -190,7 +190,7 @@ def test_addresses_found_in_memory() -> None:
 
 
 def test_tensors_that_one_launch_reaches() -> None:
-    """Named for a launch, they may be reached in it alone, and are counted."""
+    """If named for a launch, they may be reached only in it, and are counted."""
     from triton.runtime import driver
 
     tensors = [torch.randn(16), torch.randn(40)[:16], torch.randn(40)[20:36]]
@@ -234,7 +234,7 @@ def count_steps(steps_ptr, first, last, step):
     ],
 )
 def test_a_loop_whose_counter_wraps_around(first: int, last: int, step: int, wrapped: int | None) -> None:
-    """It is reported with the value that does not fit, and left, so that it took the steps that it should."""
+    """The loop is reported with the value that does not fit, and left after the right number of steps."""
     steps = torch.zeros(1, dtype=torch.int32)
     with triton_loom.sanitize(collect=True) as seen:
         count_steps[(1,)](steps, first, last, step)
@@ -252,7 +252,7 @@ def count_tiles(tiles_ptr, cols, TILE: tl.constexpr):
 
 
 def test_a_loop_whose_end_wraps_around() -> None:
-    """It takes no step at all, which no access could tell."""
+    """The loop takes no step at all, which no access could reveal."""
     tiles = torch.zeros(1, dtype=torch.int32)
     with triton_loom.sanitize(collect=True) as seen:
         count_tiles[(1,)](tiles, 2**31 - 2**20, TILE=2**20)
@@ -273,15 +273,15 @@ def sums(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 def unwritten(x: torch.Tensor, n: int | None = None, block: int = 64) -> int:
-    """How many elements of x a launch reads that count as unwritten, and none of the others; the scope is open."""
+    """Return how many elements of x a launch reads unwritten, without other findings; the scope is open."""
     from triton_loom.witness.scopes import SCOPES
 
     seen = SCOPES.sanitizers[-1]
     before = len(seen.findings)
     sums[(1,)](x, torch.zeros(1), x.numel() if n is None else n, BLOCK=block)
-    found = seen.findings[before:]
-    assert all(finding.kind == "uninitialised read" and finding.argument == "x_ptr" for finding in found)
-    return sum(finding.count for finding in found)
+    findings = seen.findings[before:]
+    assert all(finding.kind == "uninitialized read" and finding.argument == "x_ptr" for finding in findings)
+    return sum(finding.count for finding in findings)
 
 
 ALLOCATORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -301,12 +301,12 @@ def test_new_memory_is_unwritten(allocate: Callable[[], torch.Tensor]) -> None:
         assert unwritten(allocate()[5:9])
         assert not unwritten(allocate(), n=0)
         assert not unwritten(allocate().zero_())
-        assert kinds(seen.findings) == ["uninitialised read"] * 2
+        assert kinds(seen.findings) == ["uninitialized read"] * 2
         assert seen.findings[0].index == (0,)
 
 
-def test_operators_of_pytorch_that_are_kernels_themselves() -> None:
-    """As projects have it that replace PyTorch's own: the sanitizer uses none of them to prepare memory."""
+def test_pytorch_operators_that_are_kernels_themselves() -> None:
+    """Some projects replace PyTorch's operators: the sanitizer uses none of these to prepare memory."""
     replaced = torch.library.Library("aten", "IMPL")
 
     def copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -367,7 +367,7 @@ WRITERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def natively(launch: Callable[[], Any]) -> None:
-    """Launches without the witness, although a scope is open."""
+    """Launch without the witness inside an open scope."""
     watching = driver.active
     driver.set_active(triton_loom.driver.LoomDriver(()))
     try:
@@ -387,7 +387,7 @@ def test_memory_that_was_written(write: Callable[[torch.Tensor], Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *FLOAT8, torch.bool], ids=short)
 def test_no_value_looks_unwritten(dtype: torch.dtype) -> None:
-    """Not even the bytes that stand for unwritten memory, where they are somebody's."""
+    """Not even written bytes equal to the pattern of unwritten memory do."""
     size = dtype.itemsize
     patterns = [0, 1, 0xFF, 0x7F, 0x80, *range(0xA0, 0xB0)] if dtype != torch.bool else [0, 1]
     with triton_loom.sanitize() as seen:
@@ -433,7 +433,7 @@ def store_where(y_ptr, on_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def mark_loaded(x_ptr, y_ptr, n):
-    """A program per element."""
+    """Mark the loaded elements, a program per element."""
     i = tl.program_id(0)
     tl.store(y_ptr + i, tl.load(x_ptr + i))
 
@@ -441,7 +441,7 @@ def mark_loaded(x_ptr, y_ptr, n):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=short)
 @pytest.mark.parametrize("writer", ["kernel", "torch"])
 def test_partly_written_memory(writer: str, dtype: torch.dtype) -> None:
-    """Which elements are read unwritten is exact: those that neither a kernel nor torch has stored."""
+    """The elements reported as unwritten are exactly those that neither a kernel nor torch has stored."""
     n = 61
     on = torch.rand(n) < 0.5
     if writer == "torch" and dtype.itemsize < 4:  # which of these torch has written shows by the 8 bytes
@@ -457,22 +457,22 @@ def test_partly_written_memory(writer: str, dtype: torch.dtype) -> None:
             assert unwritten(x[i : i + 1], block=16) == (not on[i]), f"element {i}"
 
 
-def test_freed_memory_is_somebody_elses() -> None:
-    """The allocator gives the same memory out again; what the new owner's is depends on the new owner."""
+def test_freed_memory_belongs_to_its_new_owner() -> None:
+    """The allocator reuses memory; which bytes are written depends only on the new owner."""
     with triton_loom.sanitize(collect=True):
         reused = 0
         for size in (64, 4096, 1 << 20) * 3:
             x = torch.empty(size, dtype=torch.uint8)
             assert unwritten(x, 64)
-            where = x.data_ptr()
+            address = x.data_ptr()
             del x
             y = torch.zeros(size, dtype=torch.uint8)
-            reused += y.data_ptr() == where
+            reused += y.data_ptr() == address
             assert not unwritten(y, 64)
-            where = y.data_ptr()
+            address = y.data_ptr()
             del y
             z = torch.empty(size, dtype=torch.uint8)
-            reused += z.data_ptr() == where
+            reused += z.data_ptr() == address
             assert unwritten(z, 64)
             del z
             assert not unwritten(torch.ones(size, dtype=torch.uint8), 64)
@@ -480,7 +480,7 @@ def test_freed_memory_is_somebody_elses() -> None:
 
 
 def test_memory_of_other_scopes() -> None:
-    """What was allocated outside counts as written; what an earlier scope's launch stored is stored."""
+    """Memory allocated outside counts as written; stores of an earlier scope's launch count."""
     x = torch.empty(36)
     with triton_loom.sanitize():
         assert not unwritten(x)
@@ -500,7 +500,7 @@ def test_an_update_of_unwritten_memory_reads_it() -> None:
     with triton_loom.sanitize(collect=True) as seen:
         histogram[(1,)](x, torch.empty(bins, dtype=torch.int32), 10, BLOCK=64)
     (finding,) = seen.findings
-    assert (finding.kind, finding.argument, finding.index) == ("uninitialised read", "bins_ptr", (0,))
+    assert (finding.kind, finding.argument, finding.index) == ("uninitialized read", "bins_ptr", (0,))
 
 
 # ---- order ---------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def last_adds_up(
 
 @triton.jit
 def pass_on(x_ptr, arrived_ptr, y_ptr, SEM: tl.constexpr, BLOCK: tl.constexpr):
-    """Every program reads what its neighbour has written before a barrier of the whole grid."""
+    """Read what the neighbor program wrote before a barrier of the whole grid."""
     pid, count, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     tl.store(x_ptr + pid * BLOCK + i, pid + i)
     tl.atomic_add(arrived_ptr, 1, sem=SEM)
@@ -539,7 +539,7 @@ def pass_on(x_ptr, arrived_ptr, y_ptr, SEM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def hand_over(x_ptr, flag_ptr, y_ptr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr):
-    """The first program hands a number to the second."""
+    """Pass a number from the first program to the second."""
     if tl.program_id(0) == 0:
         tl.store(x_ptr, 42)
         tl.atomic_xchg(flag_ptr, 1, sem=RELEASE)
@@ -672,7 +672,7 @@ def test_only_the_same_bytes_race(dtype: torch.dtype) -> None:
 
 
 def test_no_race_goes_unnoticed_between_threads() -> None:
-    """Programs that store at the same moment, on two threads."""
+    """The programs store at the same moment, on two threads."""
     torch.set_num_threads(2)
     y, at = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     with triton_loom.sanitize(collect=True) as seen:
@@ -706,8 +706,8 @@ def copy_positive(x_ptr, y_ptr, at):
     tl.store(y_ptr, x)
 
 
-def test_a_failed_launch_tells_what_it_found() -> None:
-    """The load outside gives the zero that the assertion stumbles over."""
+def test_a_failed_launch_reports_its_findings() -> None:
+    """The load outside returns the zero that fails the assertion."""
     with triton_loom.sanitize(collect=True) as seen, pytest.raises(triton_loom.DeviceAssertion):
         copy_positive[(1,)](torch.ones(8)[:4], torch.zeros(1), 5, debug=True)
     assert kinds(seen.findings) == ["out-of-bounds load"]
@@ -718,7 +718,7 @@ def test_a_failed_launch_tells_what_it_found() -> None:
 
 
 def test_nested_sanitizers() -> None:
-    """The innermost one is told."""
+    """The innermost one gets the findings."""
     with triton_loom.sanitize(collect=True) as outer:
         launch_outside()
         with triton_loom.sanitize(collect=True) as inner:
@@ -727,7 +727,7 @@ def test_nested_sanitizers() -> None:
             launch_outside()
         assert unwritten(torch.empty(4))
     assert kinds(inner.findings) == ["out-of-bounds load"]
-    assert kinds(outer.findings) == ["out-of-bounds load", "uninitialised read"]
+    assert kinds(outer.findings) == ["out-of-bounds load", "uninitialized read"]
     assert (inner.launches, outer.launches) == (1, 2)
 
 
@@ -744,7 +744,7 @@ def named_like_the_sanitizer(x_ptr, y_ptr, n):
         tl.store(y_ptr + i, keeps_promise + seen_store + seen_load + fits)
 
 
-def test_values_may_have_the_names_of_what_the_sanitizer_calls() -> None:
+def test_values_may_have_the_names_of_the_sanitizers_functions() -> None:
     x, y = torch.arange(3), torch.empty(3, dtype=torch.int64)
     with triton_loom.sanitize():
         named_like_the_sanitizer[(1,)](x, y, 3)

@@ -19,12 +19,12 @@ pytestmark = [
 
 
 def run(
-    kernel: triton.JITFunction, want: list, dtype: torch.dtype, *given: object, **constants: object
+    kernel: triton.JITFunction, want: list, dtype: torch.dtype, *arguments: object, **constants: object
 ) -> None:
-    """Launches one program that puts its results one after another, and compares them with `want`."""
+    """Launch one program that stores its results one after another, and compare them with `want`."""
     flat = torch.cat([torch.as_tensor(part).reshape(-1).to(dtype) for part in want])
     guarded = Guarded(flat.shape, dtype)
-    kernel[(1,)](guarded.tensor, *given, **constants)
+    kernel[(1,)](guarded.tensor, *arguments, **constants)
     out = guarded.check()
     start = 0
     for number, part in enumerate(want):
@@ -133,21 +133,21 @@ def test_constants() -> None:
 
 
 @triton.jit(do_not_specialize=["rows", "cols"])
-def store_turned(
+def store_transposed(
     x_ptr, y_ptr, z_ptr, sum_ptr, rows, cols, BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """y has the matrices of x transposed, z those of x + x; `sum` what the rows of those of y add up to."""
+    """Store the transposed matrices of x in y, and of x + x in z; `sum` gets the row sums of y."""
     matrix, row, col = tl.arange(0, BATCH), tl.arange(0, ROWS), tl.arange(0, COLS)
     exists = (row < rows)[None, :, None] & (col < cols)[None, None, :]
-    place = matrix[:, None, None] * rows * cols + row[None, :, None] * cols + col[None, None, :]
+    offsets = matrix[:, None, None] * rows * cols + row[None, :, None] * cols + col[None, None, :]
     turned_exists = (row < rows)[None, None, :] & (col < cols)[None, :, None]
     turned_place = matrix[:, None, None] * rows * cols + col[None, :, None] * rows + row[None, None, :]
-    x = tl.load(x_ptr + place, exists, 0)
-    turned = tl.permute(x, (0, 2, 1))
-    tl.store(y_ptr + turned_place, turned, turned_exists)
+    x = tl.load(x_ptr + offsets, exists, 0)
+    transposed = tl.permute(x, (0, 2, 1))
+    tl.store(y_ptr + turned_place, transposed, turned_exists)
     twice = tl.permute(x + x, (0, 2, 1))
     tl.store(z_ptr + turned_place, twice, turned_exists)
-    total = tl.sum(turned.to(tl.float64), axis=1)  # [BATCH, ROWS]
+    total = tl.sum(transposed.to(tl.float64), axis=1)  # [BATCH, ROWS]
     tl.store(sum_ptr + matrix[:, None] * rows + row[None, :], total, (row < rows)[None, :])
 
 
@@ -159,7 +159,7 @@ def test_transposed_tiles_are_stored(shape: tuple[int, int, int], dtype: torch.d
     y, z = (Guarded((batch, cols, rows), dtype) for _ in range(2))
     total = Guarded((batch, rows), torch.float64)
     blocks = {"ROWS": triton.next_power_of_2(rows), "COLS": triton.next_power_of_2(cols)}
-    store_turned[(1,)](x, y.tensor, z.tensor, total.tensor, rows, cols, BATCH=batch, **blocks)
+    store_transposed[(1,)](x, y.tensor, z.tensor, total.tensor, rows, cols, BATCH=batch, **blocks)
     assert_same(y.check(), x.transpose(1, 2).contiguous())
     assert_same(z.check(), (x + x).transpose(1, 2).contiguous())
     assert_same(total.check(), x.double().sum(2))
@@ -302,7 +302,7 @@ def test_sort_and_topk(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 @triton.jit
 def sort_with_index(x_ptr, key_ptr, index_ptr, BLOCK: tl.constexpr):
-    """The usual way to an argsort: value and index packed into one 64-bit key."""
+    """Sort values with their index packed into one 64-bit key, the usual way to argsort."""
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs)
     key = tl.sort((x.to(tl.int64) << 32) | offs.to(tl.int64))
@@ -457,7 +457,7 @@ def test_map_elementwise() -> None:
 
 @triton.jit
 def groups_of_a_kept_tile(out_ptr, x_ptr, times, TILE: tl.constexpr, G: tl.constexpr):
-    """The tile is kept for the loop, and read again group by group: as many groups as a vector has lanes."""
+    """Keep a tile for the loop, and read it again group by group: as many groups as a vector has lanes."""
     x = tl.load(x_ptr + tl.arange(0, TILE)[None, :]).to(tl.float32)
     groups = tl.reshape(x, (1, TILE // G, G))
     largest = tl.max(groups, axis=2)

@@ -1,8 +1,8 @@
-"""tl.sort, tl.topk and tl.bitonic_merge: the networks that they are, bit for bit, NaN and signed zeros included.
+"""tl.sort, tl.topk and tl.bitonic_merge as their networks, bit for bit, NaN and signed zeros included.
 
-The truth is Triton's definition of a compare-and-swap, `where((x > y) != (flip ^ is_right), y, x)`, applied to one
-element after another by `exchange`. It is not what a sort gives where numbers can't be compared: a pair with a NaN in
-it becomes two copies of one of them.
+The truth is Triton's definition of a compare-and-swap, `where((x > y) != (flip ^ is_right), y, x)`, applied element by
+element by `exchange`. It differs from a sort where numbers can't be compared: a pair with a NaN becomes two copies of
+one of them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SPECIAL = [0.0, -0.0, float("nan"), 1.0, -1.0, float("inf"), -float("inf"), 5e-8
 
 
 def exchange(order: Array, keys: Array, merge: Merge) -> Array:
-    """Which element is where after the compare-and-swaps of a merge; keys[order] is what was there before."""
-    place = np.arange(order.size)
+    """Return the order of elements after the compare-and-swaps of a merge; keys[order] are the keys before."""
+    positions = np.arange(order.size)
     distance = merge.first
     while distance >= merge.last:
-        other = place ^ distance
-        larger = ((place & distance) != 0) ^ ((place & merge.flip) != 0) ^ merge.descending
+        other = positions ^ distance
+        larger = ((positions & distance) != 0) ^ ((positions & merge.flip) != 0) ^ merge.descending
         swap = (keys[order] > keys[order[other]]) != larger
         order = np.where(swap, order[other], order)
         distance //= 2
@@ -44,7 +44,7 @@ def exchange(order: Array, keys: Array, merge: Merge) -> Array:
 
 
 def sorting(length: int, descending: bool) -> list[Merge]:
-    """The merges that sort runs of `length` elements: each doubles the runs, and every other one is turned around."""
+    """Return the merges that sort runs of `length` elements: each doubles the runs, and reverses every other one."""
     lengths = [2**i for i in range(1, length.bit_length())]
     return [Merge(n // 2, 1, n if n < length else 0, descending and n == length) for n in lengths]
 
@@ -58,11 +58,11 @@ def network(x: torch.Tensor, merges: list[Merge]) -> torch.Tensor:
 
 
 def mixed_values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any number, and a third of them from a few that are equal or not comparable to one another."""
+    """Return random numbers, a third of them from a few that are equal or not comparable."""
     x = random_values(shape, dtype)
-    few = torch.tensor(SPECIAL).to(dtype) if dtype in FLOATS else random_values(3, dtype)
-    bits, few = x.view(BITS[x.itemsize]), few.view(BITS[x.itemsize])
-    chosen = few[torch.randint(len(few), shape)]
+    candidates = torch.tensor(SPECIAL).to(dtype) if dtype in FLOATS else random_values(3, dtype)
+    bits, candidates = x.view(BITS[x.itemsize]), candidates.view(BITS[x.itemsize])
+    chosen = candidates[torch.randint(len(candidates), shape)]
     return torch.where(torch.rand(shape) < 0.33, chosen, bits).view(dtype)
 
 
@@ -77,7 +77,7 @@ def sort_both_ways(out_ptr, x_ptr, SHAPE: tl.constexpr, SIZE: tl.constexpr):
 
 
 def run_both_ways(x: torch.Tensor) -> Any:
-    """Sorts the rows, compares, and returns the compiled kernel."""
+    """Sort the rows, compare, and return the compiled kernel."""
     out = Guarded((2, *x.shape), x.dtype)
     kernel = sort_both_ways[(1,)](out.tensor, x, SHAPE=tuple(x.shape), SIZE=x.numel())
     for descending, got in enumerate(out.check()):
@@ -146,7 +146,7 @@ def merge_and_topk(out_ptr, x_ptr, A: tl.constexpr, B: tl.constexpr, K: tl.const
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16], ids=short)
 def test_merge_and_topk(dtype: torch.dtype) -> None:
     x = random_values((4, 64), dtype)
-    x[x == 0] = 1  # tl.topk is made of tl.max, which may choose between zeros
+    x[x == 0] = 1  # tl.topk uses tl.max, which may choose between zeros
     out = Guarded((2 * 256 + 4 * 16,), dtype)
     kernel = merge_and_topk[(1,)](out.tensor, x, A=4, B=64, K=16)
     merged = [network(x, [Merge(32, 1, 0, descending)]).view(dtype) for descending in (False, True)]
@@ -157,19 +157,19 @@ def test_merge_and_topk(dtype: torch.dtype) -> None:
 
 @pytest.mark.compat
 def test_a_sort_is_a_small_kernel() -> None:
-    """Text and scratch have the size of what they say: one by one, 55 compare-and-swaps are 110 kB and 36 MB."""
-    given = {"SHAPE": (64, 1024), "SIZE": 65536, "grid": (1,)}
-    kernel = sort_both_ways.warmup(torch.float32, torch.float32, **given)
+    """Text and scratch are small: written one by one, 55 compare-and-swaps would take 110 kB and 36 MB."""
+    constants = {"SHAPE": (64, 1024), "SIZE": 65536, "grid": (1,)}
+    kernel = sort_both_ways.warmup(torch.float32, torch.float32, **constants)
     assert len(kernel.asm["c"]) < 5000
     assert kernel.metadata.scratch_bytes == 3 * 65536 * 4
 
 
-# ---- what is recognised, and what is not -----------------------------------------------------------------
+# ---- what is recognized, and what is not -----------------------------------------------------------------
 
 
 @triton.jit
 def place_bit(DIM: tl.constexpr):
-    """Which of the two places along a dimension it is, of four."""
+    """Return the index along dimension DIM of four, with extent two."""
     bit = tl.arange(0, 2)
     for d in tl.static_range(4):
         bit = bit if d == DIM else tl.expand_dims(bit, d if d < DIM else -1)
@@ -178,7 +178,7 @@ def place_bit(DIM: tl.constexpr):
 
 @triton.jit
 def exchange_once(out_ptr, x_ptr, FORM: tl.constexpr):
-    """Pairs four apart, of sixteen."""
+    """Exchange pairs at distance four, of sixteen elements."""
     x = load_tile(x_ptr, [2, 2, 2, 2], 16)
     y = x ^ tl.xor_sum(x, 1, True)
     bit = place_bit(1)
@@ -202,13 +202,13 @@ def exchange_once(out_ptr, x_ptr, FORM: tl.constexpr):
         tl.static_assert(FORM == "another tile")
         z = x ^ tl.xor_sum(x + 1, 1, True)
         out_ptr = put(out_ptr, tl.where((x > z) != (bit == 1), z, x))
-    put(out_ptr, y)  # what a network is made of may be needed for itself
+    put(out_ptr, y)  # an intermediate value of the network may be needed separately
 
 
 def exchanged_once(x: Array, form: str) -> Array:
-    place = np.arange(16)
-    bit, outer, inner = (place >> 2 & 1 == 1), (place >> 3 & 1 == 1), (place & 1 == 1)
-    y = x[place ^ 4]
+    positions = np.arange(16)
+    bit, outer, inner = (positions >> 2 & 1 == 1), (positions >> 3 & 1 == 1), (positions & 1 == 1)
+    y = x[positions ^ 4]
     z = x ^ ((x + 1) ^ (y + 1))
     take, other = {
         "plain": ((x > y) != bit, y),
@@ -231,13 +231,13 @@ FORMS |= dict.fromkeys(
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("form", "recognised"), FORMS.items())
-def test_one_exchange(form: str, recognised: bool) -> None:
+@pytest.mark.parametrize(("form", "recognized"), FORMS.items())
+def test_one_exchange(form: str, recognized: bool) -> None:
     x = torch.randint(0, 4, (16,), dtype=torch.int32)
     out = Guarded((32,), torch.int32)
     kernel = exchange_once[(1,)](out.tensor, x, FORM=form)
     assert_same(out.check(), torch.from_numpy(exchanged_once(x.numpy(), form)))
-    assert ("sort_network<" in kernel.asm["c"]) == recognised
+    assert ("sort_network<" in kernel.asm["c"]) == recognized
 
 
 # ---- include/sort.h, per compiler and instruction set ----------------------------------------------------
@@ -247,14 +247,14 @@ TYPES = {
     "f32": np.dtype("f4"),
     "f64": np.dtype("f8"),
 }
-# A whole sort; and distances that end above a register, begin below one, and are left out.
+# A complete sort; and distances that end above a register, begin below one, and are left out.
 NETWORKS = [
     sorting(128, True),
     [Merge(64, 64, 128, False), Merge(64, 16, 0, True), Merge(8, 2, 32, False), Merge(4, 1, 8, True)],
     sorting(2, False),
 ]
 KEYS = dict.fromkeys(TYPES, "x") | {"bf16": "f32_from_bf16(x)"}
-# Of the small tiles, which are not a register full, those of three types.
+# Small tiles, which do not fill a register, for three types only.
 CASES = [
     (name, number, size)
     for name in KEYS

@@ -1,4 +1,4 @@
-"""Loops that never end: a launch ends them after a limit, at once where it is plain, or when the user interrupts it."""
+"""Endless loops: a launch ends them after a limit, at once if they are obvious, or when the user interrupts it."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ def test_a_loop_that_spins_is_ended_with_its_line(name: str, scope: str) -> None
             triton_loom.SpinError, match=rf"test_spin\.py:{line}: .*within the limit of 0\.3 s"
         ):
             SPINNING[name](spin_limit=LIMIT)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with pytest.raises(triton_loom.SpinError):
             SPINNING[name](spin_limit=LIMIT)
-        assert LIMIT <= time.perf_counter() - begun < LIMIT + 1
+        assert LIMIT <= time.perf_counter() - start < LIMIT + 1
     if scope == "sanitized":
         assert "the limit of a loop ended it early" in seen.summary
     wait_for_flag[(1,)](number(1))  # the next launch is as any other
 
 
 def test_programs_that_wait_for_each_other_end_together() -> None:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with pytest.raises(triton_loom.SpinError):
         wait_for_flag[(4,)](number(), launch_cooperative_grid=True, spin_limit=LIMIT)
-    assert time.perf_counter() - begun < LIMIT + 5
+    assert time.perf_counter() - start < LIMIT + 5
 
 
 def test_the_limit_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_the_limit_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds("TRITON_LOOM_SPIN_LIMIT", default=1)
 
 
-def test_a_program_that_waits_for_a_later_one_is_told_at_once() -> None:
+def test_a_program_that_waits_for_a_later_one_fails_at_once() -> None:
     line = line_of(take_lock, "# lock")
     with pytest.raises(
         triton_loom.DeviceAssertion, match=rf"test_spin\.py:{line}: .*launch_cooperative_grid"
@@ -121,11 +121,11 @@ def test_a_program_that_waits_for_a_later_one_is_told_at_once() -> None:
         take_lock[(4,)](number(), number())
 
 
-def test_a_loop_that_works_is_not_taken_for_one_that_waits() -> None:
-    """The first of two programs that run one after another takes more tickets than a waiting loop has rounds."""
-    counter, taken = number(), number()
-    take_tickets[(2,)](counter, taken, 1 << 21)
-    assert (counter.item(), taken.item()) == ((1 << 21) + 2, (1 << 21) - 1)
+def test_a_working_loop_is_not_mistaken_for_a_waiting_one() -> None:
+    """The first of two serial programs takes more tickets than a waiting loop has rounds."""
+    counter, tickets = number(), number()
+    take_tickets[(2,)](counter, tickets, 1 << 21)
+    assert (counter.item(), tickets.item()) == ((1 << 21) + 2, (1 << 21) - 1)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -183,7 +183,7 @@ def test_an_interrupt_ends_a_loop_that_spins(scope: str, programs: int) -> None:
         time.sleep(20)  # Python hears of it as before
 
 
-def test_who_ignores_interrupts_is_not_interrupted() -> None:
+def test_ignored_interrupts_do_not_end_a_launch() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(triton_loom.SpinError), interrupted_soon():

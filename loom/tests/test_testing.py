@@ -1,5 +1,4 @@
-"""`triton_loom.testing` as its document shows it: the example runs, mutants are caught, nothing is launched; and every
-public name of Loom is documented."""
+"""`triton_loom.testing` as documented, and a document for every public name of Loom."""
 
 from __future__ import annotations
 
@@ -46,10 +45,10 @@ def test_mutants_are_caught() -> None:
         assert_caught(doubles, double, ("2 *", "two *"))
     with pytest.raises(ValueError, match="'offs < n' is 2 times in double, not once"):
         mutant(double, "offs < n", "offs <= n")
-    doubles()  # the kernel itself is as it was
+    doubles()  # the kernel itself is unchanged
 
 
-def test_nothing_is_launched() -> None:
+def test_launching_nothing_compiles_only() -> None:
     x = torch.ones(20)
     with launching_nothing(GPUTarget("cuda", 80, 32)):
         compiled = double[(1,)](x, 10, BLOCK=16)
@@ -59,18 +58,18 @@ def test_nothing_is_launched() -> None:
 
 
 @pytest.mark.compat
-def test_the_example_of_the_document(tmp_path: Path) -> None:
+def test_the_documented_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (LOOM / "docs" / "testing.md").read_text(), re.DOTALL)
     script = tmp_path / "test_example.py"
     script.write_text(code)
-    done = run_python(script)
-    assert done.returncode == 0, done.stderr
+    run = run_python(script)
+    assert run.returncode == 0, run.stderr
 
 
 def test_only_the_fixtures_need_pytest() -> None:
     code = "import sys; sys.modules['pytest'] = None; import triton_loom.testing"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 PUBLIC = [(package, name) for package in (triton_loom, testing) for name in package.__all__]
@@ -78,15 +77,15 @@ PUBLIC = [(package, name) for package in (triton_loom, testing) for name in pack
 
 @pytest.mark.parametrize(("package", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
 def test_every_public_name_is_documented(package: Any, name: str) -> None:
-    """By a docstring, if it can have one, and in the README or the documents."""
+    """Every name has a docstring, if it can have one, and is mentioned in the README or the documents."""
     value = getattr(package, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert inspect.getdoc(value)
     assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", DOCUMENTS), f"no document names {name}"
 
 
-def test_poisoned_allocations_are_made_on_the_default_device() -> None:
-    """PyTorch remembers its constructors when a device is first made the default, whatever they are then."""
+def test_poisoned_allocations_respect_the_default_device() -> None:
+    """PyTorch caches its constructors when a default device is first set, whatever they are then."""
     code = """
 import torch
 from triton_loom.testing.memory import poisoned_allocations

@@ -1,4 +1,4 @@
-"""The reader of TTIR: every printed shape of every operation, then whole kernels from Triton's front end."""
+"""The TTIR reader: every printed form of every operation, then whole kernels from Triton's front end."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ VALUE = re.compile(r"%([\w\-]+)(?:#\d+)?")
 
 
 def function(body: str, arguments: str = "", tail: str = "", before: str = "", after: str = "") -> Function:
-    """The only function of a module that has this text in the places where a printed module has it."""
+    """Parse a module with these texts in their places; return its only function."""
     text = f"{before}\nmodule {{\n tt.func public @k({arguments}){tail} {{\n{body}\n }}\n}}\n{after}"
     return parse(text).entry
 
 
 def operation(line: str) -> Op:
-    """The operation on this line; whatever it uses becomes an argument of the function around it."""
+    """Parse one operation; its operands become arguments of the enclosing function."""
     left, equals, right = line.partition(" = ")
     used = dict.fromkeys(VALUE.findall(right if equals and left.startswith("%") else line))
     body = function(line, ", ".join(f"%{name}: i32" for name in used)).body
@@ -37,8 +37,8 @@ def operation(line: str) -> Op:
     return op
 
 
-# One line per printed shape: the line, its results' types, its attributes. Operands are the `%` names in the
-# order they are printed in.
+# One line per printed form: the line, its results' types, its attributes. Operands are the `%` names in printed
+# order.
 SAMPLES: list[tuple[str, str, dict[str, Any]]] = [
     ("%2 = arith.addf %0, %1 : f32", "f32", {}),
     ("%9 = arith.addf %arg2, %arg3 : bf16", "bf16", {}),
@@ -335,7 +335,7 @@ def test_scalar(name: str, bits: int, is_float: bool) -> None:
     assert (Scalar(name).bits, Scalar(name).is_float) == (bits, is_float)
 
 
-def test_what_a_lane_holds() -> None:
+def test_element_and_shape_of_types() -> None:
     assert ttir.element_of(Tensor((4, 8), F32)) == F32
     assert ttir.element_of(Pointer(F32)) == Pointer(F32)
     assert ttir.shape_of(Tensor((4, 8), F32)) == (4, 8)
@@ -594,7 +594,7 @@ def test_location_is_the_line_of_the_outermost_caller(printed: str, resolved: st
     assert kernel.body.block.ops[0].location == resolved
 
 
-# ---- what is not TTIR ------------------------------------------------------------------------------------
+# ---- malformed TTIR --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -703,11 +703,11 @@ def folding(x, y, B: tl.constexpr):
 def casting(x, y, B: tl.constexpr):
     i = tl.arange(0, B)
     v = tl.load(x + i).to(tl.float32)
-    quantised = v.to(tl.float8e4nv).to(tl.float32)
-    quantised += v.to(tl.float8e5, fp_downcast_rounding="rtz").to(tl.float32)
+    quantized = v.to(tl.float8e4nv).to(tl.float32)
+    quantized += v.to(tl.float8e5, fp_downcast_rounding="rtz").to(tl.float32)
     narrow = v.to(tl.bfloat16).to(tl.float64) + v.to(tl.int8).to(tl.float64) + v.to(tl.uint16).to(tl.float64)
     bits = v.to(tl.int32, bitcast=True) >> 3
-    tl.store(y + i, (quantised + narrow.to(tl.float32) + bits).to(tl.int1).to(tl.int32))
+    tl.store(y + i, (quantized + narrow.to(tl.float32) + bits).to(tl.int1).to(tl.int32))
 
 
 @triton.jit
@@ -779,11 +779,11 @@ KERNELS = [
 
 
 class _Read(Exception):
-    """Carries the text from the middle of a compilation."""
+    """Exception that carries the text out of a compilation."""
 
 
 def front_end(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """TTIR of the kernel as the backend would get it, with and without locations."""
+    """Return the kernel's TTIR as the backend receives it, with and without locations."""
 
     def stop(module: Any, *_: Any) -> str:
         raise _Read(module.str(), module.str_nodebug())
@@ -798,7 +798,7 @@ def front_end(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return list(read.value.args)
 
 
-def known(op: Op) -> bool:
+def is_known(op: Op) -> bool:
     terminators = {"tt.reduce.return", "tt.scan.return"}
     table = {
         **operations.ELEMENTWISE,
@@ -811,10 +811,10 @@ def known(op: Op) -> bool:
 
 
 def described(module: Module) -> list[object]:
-    """Everything a module says, but for names and locations."""
-    told: list[object] = []
+    """Return the contents of a module except names and locations."""
+    contents: list[object] = []
     for name, kernel in module.functions.items():
-        told += [name, kernel.results, kernel.public, kernel.arg_attrs]
+        contents += [name, kernel.results, kernel.public, kernel.arg_attrs]
         numbers = {value: number for number, value in enumerate(kernel.args)}
         regions = [kernel.body, *(r for op in kernel.body.walk() for r in op.regions)]
         for value in [a for r in regions for b in r.blocks for a in b.args]:
@@ -822,19 +822,21 @@ def described(module: Module) -> list[object]:
         for op in kernel.body.walk():
             for result in op.results:
                 numbers[result] = len(numbers)
-            told.append((op.name, [numbers[v] for v in op.operands], [r.type for r in op.results], op.attrs))
-            told += [(b.name, [numbers[v] for v in passed]) for b, passed in op.successors]
-    return told
+            contents.append(
+                (op.name, [numbers[v] for v in op.operands], [r.type for r in op.results], op.attrs)
+            )
+            contents += [(b.name, [numbers[v] for v in passed]) for b, passed in op.successors]
+    return contents
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel.__name__))
 def test_kernel(kernel: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with_locations, without = (parse(text) for text in front_end(kernel, monkeypatch))
+    with_locations, without_locations = (parse(text) for text in front_end(kernel, monkeypatch))
     operations = [op for f in with_locations.functions.values() for op in f.body.walk()]
-    assert [op.name for op in operations if not known(op)] == []
-    assert described(with_locations) == described(without)
-    # MLIR hoists constants without their location; all else comes from a line of this file
+    assert [op.name for op in operations if not is_known(op)] == []
+    assert described(with_locations) == described(without_locations)
+    # MLIR hoists constants without their location; everything else comes from a line of this file
     elsewhere = [op for op in operations if not op.location.startswith(f"{__file__}:")]
     assert {op.name for op in elsewhere} <= {"arith.constant"}

@@ -1,4 +1,4 @@
-"""Lanes that a load leaves undefined: mistakes that the sanitizer finds, and idioms about which it is silent."""
+"""Lanes that a load leaves undefined: mistakes that the sanitizer reports, and idioms that it accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 import triton_loom
 
-# In each kernel `# load` is the load that has no `other`, and `# use` is where its undefined lanes are used.
+# In each kernel `# load` marks the load without `other`, and `# use` the place where its undefined lanes are used.
 
 
 @triton.jit
@@ -170,18 +170,18 @@ def findings(kernel: Any, n: int, block: int = 64) -> list[triton_loom.Finding]:
 
 
 @pytest.mark.parametrize("kernel", MISTAKES, ids=lambda kernel: kernel.__name__)
-def test_a_mistake_is_found_with_both_lines(kernel: Any) -> None:
-    (found,) = (f for f in findings(kernel, 17) if f.kind == "undefined value")
-    assert found.line == line_of(kernel, "# use")
-    assert f"line {line_of(kernel, '# load')} leaves undefined" in found.detail
+def test_a_mistake_is_reported_with_both_lines(kernel: Any) -> None:
+    (finding,) = (f for f in findings(kernel, 17) if f.kind == "undefined value")
+    assert finding.line == line_of(kernel, "# use")
+    assert f"line {line_of(kernel, '# load')} leaves undefined" in finding.detail
 
 
 @pytest.mark.parametrize("kernel", [stored_without_mask, summed, largest, softmax, added_up_in_a_loop])
-def test_a_mask_that_turns_nothing_off_leaves_nothing_undefined(kernel: Any) -> None:
+def test_a_full_mask_leaves_nothing_undefined(kernel: Any) -> None:
     assert not findings(kernel, 64)
 
 
-# ---- what is right -----------------------------------------------------------------------------------------------
+# ---- correct idioms ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -310,14 +310,14 @@ RIGHT: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("kernel", RIGHT, ids=lambda kernel: kernel.__name__)
-def test_what_is_right_is_not_reported(kernel: Any) -> None:
+def test_correct_idioms_are_not_reported(kernel: Any) -> None:
     assert not findings(kernel, 11), findings(kernel, 11)[0]
 
 
 @pytest.mark.parametrize(
     "kernel", [same_mask, chosen_in_a_loop, other_given], ids=lambda kernel: kernel.__name__
 )
-def test_what_is_plainly_right_is_not_even_computed(kernel: Any) -> None:
+def test_obviously_correct_uses_need_no_check(kernel: Any) -> None:
     with triton_loom.sanitize():
         compiled = kernel[(1,)](torch.zeros(64), torch.zeros(64), 8, BLOCK=64)
     assert "uses_undefined" not in compiled.asm["c"]

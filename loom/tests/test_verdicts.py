@@ -1,4 +1,4 @@
-"""Every launch in a scope has a verdict: no finding is not mistaken for no check."""
+"""Every launch in a scope has a verdict, so that "no finding" is never mistaken for "not checked"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launch_inside() -> None:
     double[(1,)](torch.ones(64), torch.zeros(64), 64, BLOCK=64)
 
 
-def test_clean_and_not() -> None:
+def test_clean_launches_and_findings_have_verdicts() -> None:
     with triton_loom.sanitize(collect=True) as seen, triton_loom.count() as counted:
         launch_inside()
         launch_outside()
@@ -41,7 +41,7 @@ def test_clean_and_not() -> None:
     assert seen.summary == "3 launches: 2 clean, 1 findings"
 
 
-def test_nothing_launched() -> None:
+def test_a_scope_without_launches_is_not_checked() -> None:
     with triton_loom.sanitize() as seen:
         pass
     assert seen.verdicts == []
@@ -49,7 +49,7 @@ def test_nothing_launched() -> None:
 
 
 def launch_compiled(compiled: Any) -> None:
-    """As code does that keeps a compiled kernel, whatever it was compiled for."""
+    """Launch a compiled kernel directly, as code does that keeps one, whatever it was compiled for."""
     x, y = torch.ones(64), torch.zeros(64)
     stream = driver.active.get_current_stream(None)
     metadata = compiled.packed_metadata
@@ -61,7 +61,7 @@ def compiled_in(scope: Callable[[], Any]) -> Any:
         return double[(1,)](torch.ones(64)[:20], torch.zeros(64), 20, BLOCK=64)
 
 
-def test_a_kernel_compiled_before_the_scope() -> None:
+def test_a_kernel_compiled_before_the_scope_is_not_checked() -> None:
     compiled = compiled_in(triton_loom.active)
     with triton_loom.sanitize() as seen, triton_loom.count() as counted:
         launch_compiled(compiled)
@@ -76,14 +76,14 @@ def test_a_kernel_compiled_before_the_scope() -> None:
     assert len(seen.verdicts) == 1, "the scope is closed"
 
 
-def test_a_launch_that_is_made_natively() -> None:
+def test_a_native_launch_is_not_checked() -> None:
     with triton_loom.sanitize() as seen:
         natively(launch_outside)
     assert [outcome for outcome, _ in outcomes(seen)] == ["not checked"]
 
 
-def test_a_kernel_compiled_for_another_scope() -> None:
-    """It has the one instrument and not the other."""
+def test_a_kernel_compiled_for_another_scope_is_missed() -> None:
+    """The kernel has one instrument but not the other."""
     sanitized, counted_only = compiled_in(triton_loom.sanitize), compiled_in(triton_loom.count)
     with triton_loom.count() as counted:
         launch_compiled(sanitized)
@@ -98,14 +98,14 @@ def test_a_kernel_compiled_for_another_scope() -> None:
 
 
 class Elsewhere(LoomDriver):
-    """A GPU, as far as it says."""
+    """Device that claims to be a GPU."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_a_launch_on_another_device() -> None:
-    """Its launcher calls Triton's hooks, and nothing of Loom's."""
+def test_a_launch_on_another_device_is_missed() -> None:
+    """The device's launcher calls Triton's hooks, but nothing of Loom's."""
     with triton_loom.sanitize() as seen, triton_loom.count() as counted:
         with activated(Elsewhere(())):
             knobs.runtime.launch_enter_hook(LazyDict({"name": "double", "stream": 0}))
@@ -114,7 +114,7 @@ def test_a_launch_on_another_device() -> None:
     assert outcomes(counted)[0] == ("not counted", "it was launched on cuda")
 
 
-def test_what_a_dry_launch_leaves_out() -> None:
+def test_a_dry_launch_says_what_it_leaves_out() -> None:
     with triton_loom.sanitize(dry=True) as seen:
         launch_inside()
     ((outcome, reason),) = outcomes(seen)
@@ -128,7 +128,7 @@ def add_one(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1, mask=i < n)
 
 
-def test_an_address_without_a_tensor() -> None:
+def test_a_bare_address_is_reported_as_unchecked() -> None:
     x = torch.zeros(64)
     with triton_loom.sanitize() as seen:
         compiled = add_one[(1,)](x, 64, BLOCK=64)
@@ -140,7 +140,7 @@ def test_an_address_without_a_tensor() -> None:
     assert "through x_ptr, which came as a bare address" in reason
 
 
-def test_a_launch_that_an_assertion_ends() -> None:
+def test_a_launch_ended_by_an_assertion_is_not_checked() -> None:
     with triton_loom.sanitize() as seen, pytest.raises(triton_loom.DeviceAssertion):
         copy_positive[(1,)](torch.zeros(8), torch.zeros(1), 5, debug=True)
     assert outcomes(seen) == [("not checked", "an assertion ended it early")]
@@ -152,11 +152,11 @@ def test_the_innermost_sanitizer_judges() -> None:
     assert (outcomes(outer), outcomes(inner)) == ([], [("clean", "")])
 
 
-# ---- where verdicts are shown --------------------------------------------------------------------------------
+# ---- output of verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_summary_of_pytest(script: Callable[..., str]) -> None:  # noqa: F811
+def test_pytest_summarizes_verdicts(script: Callable[..., str]) -> None:  # noqa: F811
     text = (
         KERNEL.replace("wrong line", "line of a test of verdicts")
         + """
@@ -181,7 +181,7 @@ def test_idle(loom_sanitizer):
     assert "launches" not in run.stdout
 
 
-def test_the_report_and_the_environment(script: Callable[..., str]) -> None:  # noqa: F811
+def test_the_report_and_the_environment_show_verdicts(script: Callable[..., str]) -> None:  # noqa: F811
     path = script(WRONG)
     run = run_python("-m", "triton_loom", "report", path)
     assert "1 launch: 1 findings" in run.stdout

@@ -1,4 +1,4 @@
-"""The witness as a whole: its scopes, what its findings and reports say, and no finding where nothing is wrong."""
+"""The witness end to end: its scopes, findings and reports, and no findings in correct kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALLOCATING = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
 
 
 def state() -> list[Any]:
-    """What a scope changes, and has to put back."""
+    """Return the state that a scope changes and has to restore."""
     return [
         driver._active,
         *(getattr(owner, name) for owner, name in ALLOCATING),
@@ -49,28 +49,28 @@ def state() -> list[Any]:
 
 
 def launch_outside() -> None:
-    """Reads one element too many."""
+    """Launch a kernel that reads one element too many."""
     x = torch.zeros(64)
     double[(1,)](x[:20], x[32:60], 21, BLOCK=64)
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_scopes_put_everything_back(dry: bool) -> None:
-    before = state()
+def test_scopes_restore_everything(dry: bool) -> None:
+    original = state()
     with triton_loom.sanitize(dry=dry), triton_loom.count():
-        assert state() != before
-    assert state() == before
+        assert state() != original
+    assert state() == original
     with pytest.raises(ZeroDivisionError), triton_loom.count(), triton_loom.sanitize(dry=dry):
         raise ZeroDivisionError
-    assert state() == before
+    assert state() == original
     with pytest.raises(triton_loom.SanitizerError) as raised, triton_loom.sanitize(dry=dry):
         launch_outside()
-    assert state() == before
+    assert state() == original
     assert kinds(raised.value.findings) == ["out-of-bounds load"]
-    launch_outside()  # nobody looks any more
+    launch_outside()  # unchecked now
 
 
-def test_nested_counts() -> None:
+def test_nested_counters_both_count() -> None:
     x, y = torch.ones(64), torch.zeros(64)
     with triton_loom.count() as outer:
         with triton_loom.count() as inner:
@@ -81,14 +81,14 @@ def test_nested_counts() -> None:
     assert outer.launches[0].grid == (1, 1, 1)
 
 
-def test_choosing_the_cpu_inside_a_scope() -> None:
+def test_activating_the_cpu_keeps_the_scope() -> None:
     with triton_loom.sanitize(collect=True) as seen, triton_loom.count() as counted, triton_loom.active():
         launch_outside()
     assert (len(seen.findings), len(counted.launches)) == (1, 1)
 
 
-def test_launches_of_two_threads() -> None:
-    """Each launch is told by itself, whoever else launches."""
+def test_launches_of_two_threads_are_kept_apart() -> None:
+    """Each launch is reported by itself, whatever other threads launch."""
     rounds = 25
     errors: list[BaseException] = []
 
@@ -115,16 +115,16 @@ def test_launches_of_two_threads() -> None:
     assert sorted(launch.loads.requested for launch in counted.launches) == [400] * rounds + [2000] * rounds
 
 
-def test_a_finding_says_it_all() -> None:
+def test_a_finding_is_complete() -> None:
     source = Path(__file__).read_text().splitlines()
     with triton_loom.sanitize(collect=True) as seen:
         double[(2,)](torch.ones(128), torch.zeros(128), 128, BLOCK=64)
         launch_outside()
     (finding,) = seen.findings
     assert source[finding.line - 1].strip().startswith("tl.store(y_ptr + i, 2 * tl.load")
-    launched = finding.launched_from.rsplit(":", 1)
-    assert launched[0] == finding.file == __file__
-    assert source[int(launched[1]) - 1].strip().startswith("double[(1,)](x[:20]")
+    launch_site = finding.launched_from.rsplit(":", 1)
+    assert launch_site[0] == finding.file == __file__
+    assert source[int(launch_site[1]) - 1].strip().startswith("double[(1,)](x[:20]")
     assert (finding.launch, finding.program, finding.index, finding.count) == (1, (0, 0, 0), (20,), 1)
     for part in (
         f"{__file__}:{finding.line}",
@@ -140,12 +140,12 @@ def test_a_finding_says_it_all() -> None:
 
 
 def test_a_finding_names_the_file_that_was_run(tmp_path: Path) -> None:
-    """Although Triton's cache takes the same kernel in another directory for the same kernel."""
-    for place in ("here", "there"):
-        path = tmp_path / place / "module.py"
+    """Triton's cache shares the kernel with an identical one in another directory."""
+    for name in ("here", "there"):
+        path = tmp_path / name / "module.py"
         path.parent.mkdir()
         path.write_text(KERNEL.replace("wrong line", "wrong line of a module"))
-        spec = importlib.util.spec_from_file_location(place, path)
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -155,7 +155,7 @@ def test_a_finding_names_the_file_that_was_run(tmp_path: Path) -> None:
         assert [finding.file for finding in seen.findings] == [str(path)]
 
 
-def test_meta_tensors() -> None:
+def test_meta_tensors_are_checked() -> None:
     x, y = torch.empty(1 << 40, device="meta"), torch.empty(1 << 40, device="meta")
     with triton_loom.sanitize(collect=True, dry=True) as seen:
         double[(3,)](x, y, 190, BLOCK=64)
@@ -171,7 +171,7 @@ def copy_in_tuples(pair, n, BLOCK: tl.constexpr):
     tl.store(pair[1] + i, tl.load(pair[0] + i, mask=i < n), mask=i < n)
 
 
-def test_meta_tensors_in_tuples() -> None:
+def test_meta_tensors_in_tuples_are_checked() -> None:
     x, y = torch.empty(1 << 40, device="meta"), torch.empty(1 << 40, device="meta")
     with triton_loom.sanitize(collect=True) as seen:
         copy_in_tuples[(3,)]((x[:100], y), 101, BLOCK=64)
@@ -211,7 +211,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_dry_launches_touch_no_memory(script: Callable[[str], str]) -> None:
-    """Tensors of 8 GB each; the process grows by less than 100 MB. (Allocations of the tests themselves are filled.)"""
+    """Tensors have 8 GB each; the process grows by less than 100 MB. (The tests' own allocations would be filled.)"""
     path = script(
         KERNEL
         + """
@@ -237,7 +237,7 @@ print(resident() - before, *[(f.kind, f.count, f.index) for f in seen.findings])
 
 
 @pytest.mark.parametrize("value", ["1", "collect"])
-def test_asking_by_environment(value: str, script: Callable[[str], str]) -> None:
+def test_the_environment_enables_the_sanitizer(value: str, script: Callable[[str], str]) -> None:
     path = script(WRONG)
     run = run_python(path, TRITON_LOOM_SANITIZE=value)
     assert run.returncode == (1 if value == "1" else 0), f"exit code {run.returncode}\n{run.stderr[-2000:]}"
@@ -246,7 +246,7 @@ def test_asking_by_environment(value: str, script: Callable[[str], str]) -> None
     assert f"{Path(path).name}:{WRONG_LINE}: out-of-bounds load in double" in run.stderr
 
 
-def test_asking_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_value_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_LOOM_SANITIZE", "yes")
     with pytest.raises(ValueError, match="'yes'"):
         triton_loom.driver.LoomDriver()
@@ -291,7 +291,7 @@ def test_wrong_with_fixture(loom_sanitizer):
     }
 
 
-def test_report_of_an_example() -> None:
+def test_report_of_a_clean_example() -> None:
     run = run_python("-m", "triton_loom", "report", test_examples.EXAMPLES / "01_vector_add.py")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "max error" in run.stdout
@@ -301,7 +301,7 @@ def test_report_of_an_example() -> None:
     assert "0 findings" in run.stdout
 
 
-def test_report_of_a_mistake(script: Callable[[str], str]) -> None:
+def test_report_of_a_mistake_fails(script: Callable[[str], str]) -> None:
     path = script(WRONG)
     run = run_python("-m", "triton_loom", "report", path)
     assert run.returncode == 1, run.stdout + run.stderr
@@ -311,7 +311,7 @@ def test_report_of_a_mistake(script: Callable[[str], str]) -> None:
     assert "1 findings" in run.stdout
 
 
-# ---- kernels in which nothing is wrong ---------------------------------------------------------------------------
+# ---- correct kernels ---------------------------------------------------------------------------------------------
 
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "vector_add": lambda: test_examples.run_vector_add(),
@@ -334,8 +334,11 @@ def test_examples_are_clean(run: Callable[[], Any]) -> None:
     assert not seen.findings, "\n".join(map(str, seen.findings))
 
 
-def liger_findings(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Any], bool]) -> list[str]:
-    """Liger's ops of test_liger, forward and backward; Liger is let through and its tuning cut short as there."""
+def liger_findings(monkeypatch: pytest.MonkeyPatch, selected: Callable[[Any], bool]) -> list[str]:
+    """Return the findings in the Liger ops of test_liger, forward and backward.
+
+    As there, Liger's device check is bypassed and its tuning cut short.
+    """
     pytest.importorskip("liger_kernel")
     import test_liger
     from liger_kernel.ops import dyt
@@ -344,7 +347,7 @@ def liger_findings(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Any], bool
     for kernel in (dyt._dyt_fwd_kernel, dyt._dyt_bwd_kernel):
         monkeypatch.setattr(kernel, "configs", kernel.configs[::9])
     findings = []
-    for case in filter(chosen, test_liger.CASES):
+    for case in filter(selected, test_liger.CASES):
         for dtype in case.dtypes:
             inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.inputs())
             with triton_loom.sanitize(collect=True) as seen:
@@ -354,16 +357,16 @@ def liger_findings(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Any], bool
     return findings
 
 
-def test_some_of_liger_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_liger_ops_are_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not liger_findings(monkeypatch, lambda case: case.name in ("rms_norm", "cross_entropy", "swiglu"))
 
 
 @pytest.mark.slow
-def test_liger_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_liger_ops_are_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not liger_findings(monkeypatch, lambda case: True)
 
 
-# ---- what it costs -----------------------------------------------------------------------------------------------
+# ---- cost --------------------------------------------------------------------------------------------------------
 
 COST = """
 import statistics, time
@@ -388,10 +391,12 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-def test_cost(script: Callable[[str], str]) -> None:
-    """A fused norm of 8192x2048, natively, counted and sanitized in turn: medians of five, the best of three rounds.
+def test_instrumentation_slows_a_norm_by_bounded_factors(script: Callable[[str], str]) -> None:
+    """Time a fused norm of 8192x2048, natively, counted and sanitized in turn.
 
-    In a process of its own, where nothing else fills allocations."""
+    The times are medians of five, the best of three rounds. It runs in its own process, where nothing else fills
+    allocations.
+    """
     pytest.importorskip("weft")
     run = run_python(script(COST), TRITON_LOOM_QUICK_BUILD="0")
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""Integers that wrap around in offsets and masks: what is found, and where it does no harm."""
+"""Integers that wrap around in offsets and masks: findings, and harmless cases."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_wraps_around_is_found(name: str) -> None:
+def test_wraparound_is_found(name: str) -> None:
     launch, detail, count = FOUND[name]
     with triton_loom.sanitize(collect=True) as seen:
         launch()
@@ -98,7 +98,7 @@ def test_what_wraps_around_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_wraps_around_in_lanes_that_are_off_is_not(name: str) -> None:
+def test_wraparound_in_inactive_lanes_is_not_found(name: str) -> None:
     with triton_loom.sanitize(collect=True) as seen:
         HARMLESS[name]()
     assert not seen.findings, seen.findings[0]
@@ -107,7 +107,7 @@ def test_what_wraps_around_in_lanes_that_are_off_is_not(name: str) -> None:
 @pytest.mark.parametrize("kernel", [mask_of_sums, mask_of_wide_sums], ids=["int32", "widened"])
 @pytest.mark.parametrize("first", [END - 20, END - 1, END - 32, END - 33, END - 64, -5, 0, 3])
 def test_a_mask_is_right_or_an_error(kernel: Any, first: int) -> None:
-    """As 32-bit arithmetic of each lane; a tile in which a chunk of lanes wraps around is refused."""
+    """Masks agree with 32-bit arithmetic of each lane; a tile in which a chunk of lanes wraps around is refused."""
     out = numbers(64)
     exact = np.arange(64) + first
     if first % 16 and exact[-1] >= END:

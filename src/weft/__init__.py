@@ -6,8 +6,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-# Importing torch where NumPy is not installed warns of that. Weft does without it, and says nothing at import. A NumPy
-# that is there and does not work is still reported. The filter stays: `catch_warnings` would undo those of torch.
+# Importing torch without NumPy installed raises a warning. Weft does not need NumPy, so it hides that warning; a NumPy
+# that is installed but broken is still reported. The filter stays: `catch_warnings` would undo torch's own filters.
 if "torch" not in sys.modules:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
@@ -17,8 +17,8 @@ from .language import OLDEST_TORCH
 
 if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
     raise ImportError(
-        f"Weft needs PyTorch {'.'.join(map(str, OLDEST_TORCH))} or later, the first that comes with Triton 3.7; this "
-        f"is {torch.__version__}: pip install --upgrade torch"
+        f"Weft needs PyTorch {'.'.join(map(str, OLDEST_TORCH))} or later, the first release with Triton 3.7; found "
+        f"{torch.__version__}: pip install --upgrade torch"
     )
 
 from . import interop
@@ -137,12 +137,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`weft.nn`, `weft.aot` and `weft.compile_pass`, imported when they are first asked for."""
+    """Import `weft.nn`, `weft.aot` and `weft.compile_pass` on first use."""
     if name in ("nn", "aot"):
         return importlib.import_module(f".{name}", __name__)
     if name == "compile_pass":
         return importlib.import_module(".integrations.fusion", __name__).compile_pass
-    # With its name and this module, Python itself adds "Did you mean".
+    # Given the name and this module, Python itself adds "Did you mean".
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
     )

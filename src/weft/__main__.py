@@ -1,4 +1,4 @@
-"""`python -m weft`: the command line, also where the `weft` script is not on the PATH."""
+"""`python -m weft`: the command line, even if the `weft` script is not on the PATH."""
 
 from .cli import main
 

@@ -1,9 +1,10 @@
-"""Kernels compiled ahead of time: `weft aot build` here or on any machine, `weft.aot.load` where they run.
+"""Ahead-of-time compilation: `weft aot build` on any machine, `weft.aot.load` where the kernels run.
 
     weft aot build --target sm_90 --workload deepseek-v3 --out deepseek.weft     # needs no GPU
     WEFT_BUNDLE=deepseek.weft WEFT_NO_JIT=1 python serve.py
 
-With `WEFT_NO_JIT=1` nothing is ever compiled: a kernel that is in no bundle is an error that says how to add it.
+With `WEFT_NO_JIT=1` nothing is compiled at run time: a kernel missing from every bundle is an error that says how to
+add it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["Bundle", "BundleError", "build", "load", "unload", "variants_of"]
 
 
 def variants_of(calls: Iterable[Callable[[], Any]], target: str) -> list[Variant]:
-    """What the calls would launch on a target, each variant once. Nothing is launched; tensors may be on `meta`."""
+    """Return the variants that the calls would launch on a target, without duplicates and without launching. Tensors
+    may be on `meta`."""
     with recording(target) as variants:
         for call in calls:
             call()
@@ -39,9 +41,9 @@ def build(
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Bundle:
-    """Compile variants for a target and write them to a bundle, which takes the place of an older one at once.
+    """Compile variants for a target and write them to a bundle, which replaces an older one atomically.
 
-    `progress` is called with the number of variants done. What Triton's cache holds is not compiled again.
+    `progress` is called with the number of variants done. Variants in Triton's cache are not compiled again.
     """
     import triton
 
@@ -83,11 +85,13 @@ def build(
 
 
 def _files(compiled: Any) -> dict[str, bytes]:
-    """The binary of a compiled kernel and its metadata, by the names of Triton's files."""
+    """Return the binary of a compiled kernel and its metadata, keyed by Triton's file names."""
     from triton.compiler import make_backend
 
-    wanted = ("json", make_backend(compiled.metadata.target).binary_ext)
-    found = {Path(path).name: Path(path).read_bytes() for path in compiled.metadata_group.values()}
+    extensions = ("json", make_backend(compiled.metadata.target).binary_ext)
+    files = {Path(path).name: Path(path).read_bytes() for path in compiled.metadata_group.values()}
     return {
-        name: content for name, content in found.items() if name.endswith(wanted) and "__grp__" not in name
+        name: content
+        for name, content in files.items()
+        if name.endswith(extensions) and "__grp__" not in name
     }

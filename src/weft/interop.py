@@ -1,4 +1,4 @@
-"""Weft's products by the argument lists of other libraries, for those who come with codes and scales of their own."""
+"""Weft's products with the argument lists of other libraries, for callers with their own codes and scales."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def scaled_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_mm` by Weft's kernel: the same arguments, on every device that Weft serves.
+    """Compute `torch.nn.functional.scaled_mm` by Weft's kernel: same arguments, on every device that Weft serves.
 
-    mat_a [M, K] and mat_b [K, N] are codes, e4m3, e5m2, int8, or e2m1 two to a byte along K (mat_b is then the
-    transpose of [N, K / 2]). Scales lie as torch has them: see `weft.layouts`, "torch_v2". Those of mx and nvfp4 may
-    also lie plain, [rows, K / 32] and [rows, K / 16], without a swizzle. NVFP4 takes lists: the scales of blocks, then
-    that of the tensor. Sums are always promoted to fp32, so `use_fast_accum` changes nothing.
+    mat_a [M, K] and mat_b [K, N] are codes: e4m3, e5m2, int8, or e2m1 packed two per byte along K (mat_b is then the
+    transpose of [N, K / 2]). Scales have torch's layout: see `weft.layouts`, "torch_v2". mx and nvfp4 scales may also
+    be plain, [rows, K / 32] and [rows, K / 16], without a swizzle. NVFP4 takes lists: the block scales, then the tensor
+    scale. Sums are always accumulated in fp32, so `use_fast_accum` changes nothing.
 
     >>> import torch, weft
     >>> from torch.nn.functional import ScalingType
@@ -68,18 +68,18 @@ def scaled_mm(
             f"scaled_mm sums over the last dimension of mat_a and the first of mat_b; got contraction_dim "
             f"{tuple(contraction_dim)}"
         )
-    a = _quantised("mat_a", mat_a, scale_a, scale_recipe_a, swizzle_a, "a")
-    b = _quantised("mat_b", mat_b, scale_b, scale_recipe_b, swizzle_b, "b")
+    a = _quantized("mat_a", mat_a, scale_a, scale_recipe_a, swizzle_a, "a")
+    b = _quantized("mat_b", mat_b, scale_b, scale_recipe_b, swizzle_b, "b")
     return matmul(a, b.T, bias=bias, out_dtype=output_dtype or torch.bfloat16)
 
 
-def _listed(given: T | Sequence[T] | None) -> list[T]:
-    if given is None:
+def _listed(value: T | Sequence[T] | None) -> list[T]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
+    return list(value) if isinstance(value, (list, tuple)) else [value]  # type: ignore[list-item]
 
 
-def _quantised(
+def _quantized(
     name: str,
     codes: Tensor,
     scale: Tensor | Sequence[Tensor],
@@ -87,7 +87,7 @@ def _quantised(
     swizzle: SwizzleType | Sequence[SwizzleType] | None,
     operand: Literal["a", "b"],
 ) -> QTensor:
-    """An operand [rows, K] from torch's buffers."""
+    """Build an operand [rows, K] from torch's buffers."""
     block = _BLOCKS.get(tuple(one.name for one in _listed(recipe)))
     if block is None:
         raise ValueError(
@@ -104,14 +104,16 @@ def _quantised(
     global_scale = scales[1].reshape(()) if block == "nvfp4" else None
     swizzled = any(one.name == "SWIZZLE_32_4_4" for one in _listed(swizzle))
     if block in ("mx", "nvfp4") and not swizzled:
-        wanted = format.scale_shape(*shape)
-        if tuple(scales[0].shape) != wanted:
+        plain_shape = format.scale_shape(*shape)
+        if tuple(scales[0].shape) != plain_shape:
             raise ValueError(
-                f"the scale of {name} must be swizzled 32x4x4, or of shape {wanted}; got {tuple(scales[0].shape)}"
+                f"the scale of {name} must be swizzled 32x4x4, or of shape {plain_shape}; got {tuple(scales[0].shape)}"
             )
         data = codes if operand == "a" else codes.t()
-        found = Codes(data.view(format.number.dtype), scales[0].view(format.scale_dtype), global_scale)
+        codes_and_scales = Codes(
+            data.view(format.number.dtype), scales[0].view(format.scale_dtype), global_scale
+        )
     else:
         buffers = ForeignCodes(codes, scales[0], global_scale)
-        found = from_layout(buffers, format, "torch_v2", shape, operand=operand)
-    return QTensor(shape, torch.bfloat16, format, found)
+        codes_and_scales = from_layout(buffers, format, "torch_v2", shape, operand=operand)
+    return QTensor(shape, torch.bfloat16, format, codes_and_scales)

@@ -1,4 +1,4 @@
-"""What became of the parts of a model that was changed in place."""
+"""Report on the modules of a model that was changed in place."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one module or parameter."""
+    """Outcome for one module or parameter."""
 
-    kind: str  # what it was taken for
+    kind: str  # what it was recognized as
     name: str
     module: str  # the class of the module, and the shape of a weight
     changed: bool
@@ -18,22 +18,22 @@ class Entry:
 
 @dataclass
 class Report:
-    """What was changed in a model and what was left alone. Printed, those that are alike share a line."""
+    """Record of what was changed in a model and what was left alone. When printed, similar entries share a line."""
 
     entries: list[Entry] = field(default_factory=list)
 
     @property
     def changed(self) -> list[str]:
-        """The names of what was changed."""
+        """Names of the modules and parameters that were changed."""
         return [entry.name for entry in self.entries if entry.changed]
 
     @property
     def left(self) -> dict[str, str]:
-        """What was left alone, and why."""
+        """Names of everything left alone, with the reason."""
         return {entry.name: entry.what for entry in self.entries if not entry.changed}
 
     def count(self, kind: str) -> int:
-        """How many of a kind were changed."""
+        """Return how many modules of a kind were changed."""
         return sum(entry.kind == kind for entry in self.entries if entry.changed)
 
     def __str__(self) -> str:

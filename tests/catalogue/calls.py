@@ -1,4 +1,4 @@
-"""What reaches an op, what a call launches, and PyTorch's own check of an op."""
+"""Arguments that reach an op, variants that a call launches, and PyTorch's own check of an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.runtime.ops import Op
 
 
 def arguments_of(call: Call, op: str, evaluate: Callable[[Call], Any] = run) -> list[Any]:
-    """With what arguments a call, or its backward, reaches an op."""
+    """Return the arguments with which a call, or its backward, reaches an op."""
     seen: list[Any] = []
     original = Op.__call__
 
@@ -34,27 +34,27 @@ def arguments_of(call: Call, op: str, evaluate: Callable[[Call], Any] = run) -> 
 
 
 def opcheck(op: str, a: Any, **options: Any) -> None:
-    """PyTorch's own check of a registered op, with these arguments."""
-    found = weft.catalogue[op]
-    leaves = found.arguments.flatten(a)
-    if not found.differentiable:
+    """Run PyTorch's own check of a registered op with these arguments."""
+    registered = weft.catalogue[op]
+    leaves = registered.arguments.flatten(a)
+    if not registered.differentiable:
         leaves = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     poisoned = torch.empty_strided
 
     def zeroed(*args: Any, **kwargs: Any) -> Tensor:
-        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
-        made = poisoned(*args, **kwargs)
-        if type(made) is Tensor and made.device.type == "cpu":
-            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
-        return made
+        """Return zeros for autograd's never-written stand-in of a quantized result: poison does not equal itself."""
+        output = poisoned(*args, **kwargs)
+        if type(output) is Tensor and output.device.type == "cpu":
+            torch.tensor([], dtype=torch.uint8).set_(output.untyped_storage()).zero_()
+        return output
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_strided", zeroed)
-        torch.library.opcheck(found.overload, leaves, **options)
+        torch.library.opcheck(registered.overload, leaves, **options)
 
 
 def launched(make: Callable[[], Call]) -> set[Any]:
-    """The variants of a call, without those that make its inputs."""
+    """Return the variants of a call, without those that make its inputs."""
     with recording("sm_90"):
         call = make()
     with recording("sm_90") as seen:
@@ -64,5 +64,5 @@ def launched(make: Callable[[], Call]) -> set[Any]:
 
 def compiled_variants() -> int:
     modules = [m for name, m in sys.modules.items() if name.startswith("weft.ops.")]
-    found = [v for m in modules for v in vars(m).values() if isinstance(v, Kernel)]
-    return sum(len(kernel.variants) for kernel in {id(k): k for k in found}.values())
+    kernels = [v for m in modules for v in vars(m).values() if isinstance(v, Kernel)]
+    return sum(len(kernel.variants) for kernel in {id(k): k for k in kernels}.values())

@@ -1,5 +1,5 @@
-"""What every op is held to on every workload besides the checks of its results (`weft.lab.checks`): how it behaves
-under PyTorch's transformations, that it never waits for the device, what its kernels touch."""
+"""Checks that every op must pass on every workload besides those of its results (`weft.lab.checks`). They concern
+PyTorch's transformations, waiting for the device, and the memory that kernels access."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.runtime import observing
 
 
 def functional(workload: Workload) -> None:
-    """torch.func differentiates to autograd's bits; what would lose a tangent or a batch is refused."""
+    """Check that torch.func gives autograd's bits, and refuses what would lose a tangent or a batch."""
     if not differentiable(workload):
         return
     call = small(workload)
@@ -42,8 +42,8 @@ def functional(workload: Workload) -> None:
         return tuple(value.dequantize() if isinstance(value, QTensor) else value for value in dense)
 
     _, pulled_back = torch.func.vjp(function, *leaves.values())
-    found = pulled_back(tuple(gradients.values()))
-    assert_same(dict(zip(wanted, found, strict=True)), wanted, "torch.func.vjp")
+    gradients_of_leaves = pulled_back(tuple(gradients.values()))
+    assert_same(dict(zip(wanted, gradients_of_leaves, strict=True)), wanted, "torch.func.vjp")
     tangents = tuple(map(torch.ones_like, leaves.values()))
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(function, tuple(leaves.values()), tangents)
@@ -56,7 +56,7 @@ def functional(workload: Workload) -> None:
 
 
 def backend_of_a_graph(workload: Workload) -> None:
-    """What ran as the reference is differentiated by the reference, outside of the block and on any thread."""
+    """Check that reference results are differentiated by the reference, outside the block and on any thread."""
     if not differentiable(workload):
         return
     call = small(workload).requiring_grad()
@@ -65,10 +65,10 @@ def backend_of_a_graph(workload: Workload) -> None:
         gradients = upstreams(outputs)
         wanted = backward(call, outputs, gradients, retain_graph=True)
         dense = {n: o.dequantize() if isinstance(o, QTensor) else o for n, o in outputs.items()}
-    found: list[dict[str, Tensor]] = []
+    results_elsewhere: list[dict[str, Tensor]] = []
 
     def elsewhere() -> None:
-        found.append(backward(call, dense, gradients))
+        results_elsewhere.append(backward(call, dense, gradients))
 
     def refuse(*call: Any) -> None:
         raise AssertionError("a kernel was launched")
@@ -77,8 +77,8 @@ def backend_of_a_graph(workload: Workload) -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert found, "a kernel was launched"
-    assert_same(found[0], wanted, "backward elsewhere")
+    assert results_elsewhere, "a kernel was launched"
+    assert_same(results_elsewhere[0], wanted, "backward elsewhere")
 
 
 class NoHostSync(TorchDispatchMode):
@@ -89,7 +89,7 @@ class NoHostSync(TorchDispatchMode):
 
 
 def no_host_sync(workload: Workload) -> None:
-    """Nothing asks a tensor for its numbers: a CUDA graph can hold the op."""
+    """Check that nothing reads a tensor's elements on the host, so that a CUDA graph can hold the op."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the host waits for the device")
@@ -108,7 +108,7 @@ def no_host_sync(workload: Workload) -> None:
 
 
 def reference_agrees(workload: Workload) -> None:
-    """What serves without Triton has the same shapes, dtypes and strides, and meets the same truth."""
+    """Check that the reference, used without Triton, gives the same shapes and dtypes and meets the same truth."""
     call = small(workload)
     kernel = parts(results(call))
     with weft.backend("reference"):
@@ -122,27 +122,27 @@ def reference_agrees(workload: Workload) -> None:
 
 
 def enough_rows(workload: Workload) -> int:
-    """So many that tensors outgrow the cache of the model of traffic: 72 MiB move, or twice that if the main input,
-    were its elements bytes, would fit into the cache."""
+    """Return enough rows for tensors to outgrow the traffic model's cache. 72 MiB move, or twice that if the main
+    input, as bytes, would fit into the cache."""
     rows = rows_within(workload, 72 << 20)
     if math.prod(workload.sized(rows)) < CACHED:
         rows = rows_within(workload, 144 << 20)
-    return rows - (rows > 64)  # no multiple of anything
+    return rows - (rows > 64)  # not a multiple of any block size
 
 
 def witnessed(workload: Workload) -> None:
-    """With the launches of an H100: every access is to an element of a tensor argument, no byte is read that nobody
-    wrote, no two programs race, no 32-bit offset overflows, every promise to the compiler is kept; and no more bytes
-    move than the workload says."""
+    """Check the memory accesses of an H100's launches. Every access is to an element of a tensor argument, no
+    uninitialized byte is read, no two programs race, no 32-bit offset overflows, every promise to the compiler holds,
+    and no more bytes move than the workload promises."""
     rows = enough_rows(workload)
-    call = workload.make(rows=rows)  # by launches of the CPU's own, which are not meant
+    call = workload.make(rows=rows)  # made by the CPU's own launches, outside the check
     with triton_loom.sanitize() as seen:
         moved = count_call(workload, call, rows)
     assert seen.launches >= moved.launches > 0, "no launch was seen"
     assert moved.as_promised, f"{moved.ratio:.3f} times the least bytes: {moved}"
 
 
-# Every op and workload goes through all of these.
+# Checks of every op and workload.
 CHECKS: dict[str, Callable[[Workload], None]] = {
     check.__name__: check
     for check in (
@@ -156,10 +156,10 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
 }
 
 
-# By night: what takes long, whatever the workload, and what says nothing of a CPU.
+# Checks for the night: slow ones, and those that do not apply to a CPU.
 BY_NIGHT = ("witnessed", "same_bits_as_the_cpu", "streams", "second_device")
-# What is the same code for all options of an op: one workload of each, and by night the others. Guard bands are among
-# them because every kernel is also proven to stay inside of its tensors (docs/prove.md).
+# Checks of code shared by all options of an op: one workload of each op by day, the others by night. Guard bands are
+# among them because every kernel is also proven to stay inside its tensors (docs/prove.md).
 OF_OPS = (
     "guard_bands",
     "determinism",

@@ -1,5 +1,7 @@
-"""Calls with the options that no single workload has together: what a module `cases*.py` in a folder of `tests/ops` has
-under `CASES`, by name, for a number of rows and of columns."""
+"""Calls with options that no single workload combines.
+
+They are in `CASES` of the modules `cases*.py` in folders of `tests/ops`, by name, for a number of rows and of
+columns."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ OPS = Path(__file__).parents[1] / "ops"
 
 @cache
 def cases() -> dict[str, Any]:
-    """Those of all families."""
+    """Return the cases of all families."""
     modules = [
         importlib.import_module(f"tests.ops.{path.parent.name}.{path.stem}")
         for path in sorted(OPS.glob("*/cases*.py"))

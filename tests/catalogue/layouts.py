@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in every way that strides allow."""
+"""Tensors laid out in memory in every way that strides allow."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def padded_oddly(t: Tensor) -> Tensor:
 
 
 def off_by_one(t: Tensor) -> Tensor:
-    """Not at a multiple of 16 bytes."""
+    """Return a copy that does not begin at a multiple of 16 bytes."""
     return torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape)
 
 
 def expanded(t: Tensor) -> Tensor:
-    """Its first row for every row."""
+    """Return the first row expanded to every row."""
     return t[:1].expand(t.shape)
 
 
 def constant(t: Tensor) -> Tensor:
-    """One element for all: what sum().backward() sends back."""
+    """Return one element expanded to all, like the gradient of sum().backward()."""
     return t.flatten()[:1].view([1] * t.dim()).expand(t.shape)
 
 
 def permuted(t: Tensor) -> Tensor:
-    """The middle dimensions lie in another order."""
+    """Return a copy with the middle dimensions in another order in memory."""
     return t if t.dim() < 3 else t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def odd_strides_of_one(t: Tensor) -> Tensor:
-    """A dimension of size 1 whose stride means nothing."""
+    """Return a view whose dimensions of size 1 have an arbitrary stride."""
     strides = [977 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
     return t.as_strided(t.shape, strides)
 
@@ -62,8 +62,8 @@ LAYOUTS = (
 
 
 def far_apart(rows: int, cols: int, stride: int = 2**30 - 64) -> Tensor:
-    """Rows so far from each other that offsets need more than 32 bits, though the stride is an integer of 32 to a
-    kernel; the memory between is never touched."""
+    """Return rows so far apart that offsets need more than 32 bits, though the stride fits into 32. The memory between
+    them is never touched."""
     storage = torch.UntypedStorage(2 * (stride * (rows - 1) + cols))
     x = torch.tensor([], dtype=torch.bfloat16).set_(storage, 0, (rows, cols), (stride, 1))
     return x.copy_(torch.randn(rows, cols))

@@ -1,9 +1,8 @@
-"""What each rank runs for `test_sharding`: `python ranks_sharding.py RANK WORLD DIRECTORY` saves what it found there.
+"""Program of each rank of `test_sharding`: `python ranks_sharding.py RANK WORLD DIRECTORY` saves its findings there.
 
-Every op that says how it is sharded is called with the arguments of its workloads as DTensors, once for each dimension
-that can be cut by what it says, and compared with the op that is called with whole tensors: by the reference, and by
-kernels for one workload of each kind, or for every one of them. `CALLS` are calls of public functions, `REFUSED` those
-that cannot be sharded.
+Every op with a sharding rule is called with its workloads' arguments as DTensors, once for each dimension that the rule
+allows to cut, and compared with the op on complete tensors: by the reference, and by kernels for one workload of each
+kind, or for every one. `CALLS` are calls of public functions, `refusals` has calls that cannot be sharded.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def placements(dims: list[str], cuts: list[str | None]) -> list[Placement]:
 
 
 def placed_like(t: Tensor, like: Tensor) -> Tensor:
-    """A gradient of a result: whole where the ranks add up."""
+    """Distribute a gradient like a result: replicated where the ranks add up."""
     assert isinstance(like, DTensor)
-    wanted = [Replicate() if p.is_partial() else p for p in like.placements]
-    return distribute_tensor(t, like.device_mesh, wanted, src_data_rank=None)
+    placement_of_gradient = [Replicate() if p.is_partial() else p for p in like.placements]
+    return distribute_tensor(t, like.device_mesh, placement_of_gradient, src_data_rank=None)
 
 
 def is_summed(t: DTensor) -> bool:
@@ -50,25 +49,25 @@ def is_summed(t: DTensor) -> bool:
 
 
 def check_sum(t: DTensor, truth: Tensor) -> None:
-    """What ranks add up in fp32: a few dozen terms that are right to a few ulp, and are as large as the largest."""
+    """Check a sum of ranks in fp32: a few dozen terms, accurate to a few ulp of the largest."""
     check(t.full_tensor(), truth, 4e-6 * truth.abs().max().item())
 
 
-# ---- every op, by what it says -----------------------------------------------------------------------
+# ---- every op, by its sharding rule ------------------------------------------------------------------
 
 
 def workloads() -> Iterator[Workload]:
-    """For each op that can be sharded, and each set of its options, the one with the shortest rows."""
-    found: dict[tuple[str, str], Workload] = {}
+    """Yield the workload with the shortest rows for each op that can be sharded and each set of its options."""
+    shortest: dict[tuple[str, str], Workload] = {}
     for w in distinct():
         key = (w.op, w.options)
         if (
             weft.catalogue[w.op].shard is not None
             and w.cols > 1
-            and (key not in found or w.cols < found[key].cols)
+            and (key not in shortest or w.cols < shortest[key].cols)
         ):
-            found[key] = w
-    return iter(found.values())
+            shortest[key] = w
+    return iter(shortest.values())
 
 
 class Called(Exception):
@@ -76,7 +75,7 @@ class Called(Exception):
 
 
 def arguments_of(workload: Workload, rows: int) -> Any:
-    """What the op of a workload is called with."""
+    """Return the arguments with which a workload calls its op."""
     op = weft.catalogue[workload.op]
     call = Op.__call__
 
@@ -110,38 +109,36 @@ class Problem:
         leading = [str(i) for i in range(len(shape) - len(self.sharding.inputs[first].split()) + 1)]
         self.tensors: dict[str, Tensor] = {}
         self.dims: dict[str, list[str]] = {}
-        self.joined: dict[
-            str, int
-        ] = {}  # of tensors that an op takes with fewer dimensions than a caller has
+        self.joined: dict[str, int] = {}  # number of leading dimensions that the op takes flattened
         for name, described in self.sharding.inputs.items():
             t = self.arguments[name]
             if t is None:
                 continue
-            before, bracket, _ = described.partition(")")
+            leading_part, bracket, _ = described.partition(")")
             if bracket:
-                lead = dimensions(before, leading, 0)
+                lead = dimensions(leading_part, leading, 0)
                 t = t.unflatten(0, [1 if dim == "_" else shape[int(dim)] for dim in lead])
                 self.joined[name] = len(lead)
             self.tensors[name] = t.detach()
             self.dims[name] = dimensions(described, leading, t.dim())
 
     def cuts(self, world: int) -> list[str]:
-        """The dimensions that can be sharded and have numbers for every rank."""
-        whole = self.sharding.whole
+        """Return the dimensions that can be sharded and have elements for every rank."""
+        unsharded = self.sharding.whole
         sizes: dict[str, int] = {}
         for name, t in self.tensors.items():
             for dim, size in zip(self.dims[name], t.shape, strict=True):
-                if dim != "_" and dim not in whole and not (dim.isdigit() and "..." in whole):
+                if dim != "_" and dim not in unsharded and not (dim.isdigit() and "..." in unsharded):
                     sizes[dim] = min(size, sizes.get(dim, size))
         return [dim for dim, size in sizes.items() if size >= world]
 
     def run(
         self,
         dtype: torch.dtype | None = None,
-        place: Callable[[Tensor, list[str]], Tensor] = lambda t, dims: t,
+        place_tensor: Callable[[Tensor, list[str]], Tensor] = lambda t, dims: t,
         place_like: Callable[[Tensor, Tensor], Tensor] = lambda t, like: t,
     ) -> dict[str, Tensor]:
-        """Outputs and gradients, computed with floating-point tensors of a dtype."""
+        """Return outputs and gradients, computed with floating-point tensors of a dtype."""
         leaves = {}
         arguments = {
             name: dtype if dtype is not None and value is torch.bfloat16 else value
@@ -149,65 +146,69 @@ class Problem:
         }
         for name, t in self.tensors.items():
             t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
-            leaf = place(t.clone(), self.dims[name]).requires_grad_(self.arguments[name].requires_grad)
+            leaf = place_tensor(t.clone(), self.dims[name]).requires_grad_(self.arguments[name].requires_grad)
             if leaf.requires_grad:
                 leaves[name] = leaf
-            apart = name not in self.joined or isinstance(leaf, DTensor)
-            arguments[name] = leaf if apart else leaf.flatten(0, self.joined[name] - 1)
+            is_unflattened = name not in self.joined or isinstance(leaf, DTensor)
+            arguments[name] = leaf if is_unflattened else leaf.flatten(0, self.joined[name] - 1)
         outputs = self.op(self.fields.build(*arguments.values()))
-        found = dict(zip(self.op.outputs.names, self.op.outputs.flatten(outputs), strict=True))
-        found = {name: t for name, t in found.items() if t is not None}
+        outputs_by_name = dict(zip(self.op.outputs.names, self.op.outputs.flatten(outputs), strict=True))
+        outputs_by_name = {name: t for name, t in outputs_by_name.items() if t is not None}
         generator = torch.Generator().manual_seed(3)
-        made = [t for t in found.values() if t.requires_grad]
-        upstream = [place_like(torch.randn(t.shape, generator=generator).to(t.dtype), t) for t in made]
-        if made and leaves:
-            grads = torch.autograd.grad(made, list(leaves.values()), upstream, allow_unused=True)
-            found |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
-        # Nobody reads what stands for a quantised result.
-        return {name: t.detach() for name, t in found.items() if t.dim() == 0 or any(t.stride())}
+        differentiable = [t for t in outputs_by_name.values() if t.requires_grad]
+        upstream = [
+            place_like(torch.randn(t.shape, generator=generator).to(t.dtype), t) for t in differentiable
+        ]
+        if differentiable and leaves:
+            grads = torch.autograd.grad(differentiable, list(leaves.values()), upstream, allow_unused=True)
+            outputs_by_name |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
+        # Drop the stand-ins of quantized results, which nobody reads.
+        return {name: t.detach() for name, t in outputs_by_name.items() if t.dim() == 0 or any(t.stride())}
 
 
 def compare(problem: Problem, cuts: list[str | None], mesh: DeviceMesh, exactly: bool) -> None:
-    """Whole tensors against shards. Kernels give the same bits, but where ranks add up; sums are compared with float64,
-    and computed by the reference in fp32, so that nothing else is rounded on the way."""
+    """Compare sharded with complete tensors. Kernels give the same bits unless ranks add up; sums are compared with
+    float64, and computed by the reference in fp32, so that nothing else is rounded on the way."""
 
-    def place(t: Tensor, dims: list[str]) -> Tensor:
+    def distribute(t: Tensor, dims: list[str]) -> Tensor:
         return distribute_tensor(t, mesh, placements(dims, cuts), src_data_rank=None)
 
     dtype = None if exactly else torch.float32
-    whole = problem.run(dtype)
-    found = problem.run(dtype, place, placed_like)
-    assert found.keys() == whole.keys(), f"{list(found)}, and of whole tensors {list(whole)}"
+    complete = problem.run(dtype)
+    sharded = problem.run(dtype, distribute, placed_like)
+    assert sharded.keys() == complete.keys(), f"{list(sharded)}, but complete tensors give {list(complete)}"
     truth: dict[str, Tensor] = {}
-    for name, t in found.items():
+    for name, t in sharded.items():
         if not isinstance(t, DTensor):
             assert problem.sharding.outputs.get(name) is None, name
             if cuts == ["0"] and name.startswith(("copy", "result_")):
-                compare_copies(t, whole[name])
+                compare_copies(t, complete[name])
         elif not t.is_floating_point() or not is_summed(t):
-            # The reference may add up in another order, as a product of fewer rows does.
+            # The reference may sum in another order, for example in a product of fewer rows.
             if exactly or not t.is_floating_point():
-                assert torch.equal(t.full_tensor(), whole[name]), name
+                assert torch.equal(t.full_tensor(), complete[name]), name
         elif not exactly:
             truth = truth or problem.run(torch.float64)
             check_sum(t, truth[name])
 
 
-def compare_copies(shard: Tensor, whole: Tensor) -> None:
-    """Codes and scales of the ranks' rows, next to each other; one scale of all rows is on every rank."""
-    mine, of_all = (t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (shard, whole))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    dims = [i for i, size in enumerate(shard.shape) if size != whole.shape[i]]
-    assert torch.equal(torch.cat(parts, dims[0]) if dims else mine, of_all)
+def compare_copies(shard: Tensor, complete: Tensor) -> None:
+    """Compare the ranks' codes and scales, concatenated; a scale shared by all rows is on every rank."""
+    local, expected = (
+        t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (shard, complete)
+    )
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    dims = [i for i, size in enumerate(shard.shape) if size != complete.shape[i]]
+    assert torch.equal(torch.cat(gathered, dims[0]) if dims else local, expected)
 
 
 def compare_ops(mesh: DeviceMesh, square: DeviceMesh | None, every: bool) -> dict[str, str]:
-    """What was wrong with each case; nothing, if all is well. In a square, both dimensions of the mesh cut something:
-    of each op, the first workload. By kernels runs the first workload of each op for each height of the blocks of its
-    quantised results, since placing tensors does not depend on more, or every workload."""
+    """Return what was wrong with each case; an empty string, if nothing. In a square mesh, both of its dimensions cut
+    something, for the first workload of each op. Kernels run the first workload of each op for each block height of its
+    quantized results, since tensor placement depends on nothing else, or every workload."""
     world = mesh.size()
-    found: dict[str, str] = {}
+    failures: dict[str, str] = {}
     seen = set()
     by_kernels = set()
     for workload in workloads():
@@ -218,19 +219,19 @@ def compare_ops(mesh: DeviceMesh, square: DeviceMesh | None, every: bool) -> dic
         free = problem.cuts(world)
         if free and square is None and (every or (workload.op, block) not in by_kernels):
             by_kernels.add((workload.op, block))
-            found[f"{workload} {free[:1]}, by kernels"] = attempt(compare, problem, free[:1], mesh, True)
+            failures[f"{workload} {free[:1]}, by kernels"] = attempt(compare, problem, free[:1], mesh, True)
         if not free or block > 1 or (square is not None and workload.op in seen):
             continue
         seen.add(workload.op)
-        tried = [([cut], mesh) for cut in free] if square is None else [([free[0], free[-1]], square)]
+        cases = [([cut], mesh) for cut in free] if square is None else [([free[0], free[-1]], square)]
         with weft.backend("reference"):
-            for cuts, over in tried:
-                found[f"{workload} {cuts}"] = attempt(compare, problem, cuts, over, False)
-    return found
+            for cuts, case_mesh in cases:
+                failures[f"{workload} {cuts}"] = attempt(compare, problem, cuts, case_mesh, False)
+    return failures
 
 
 def attempt(what: Callable[..., Any], *args: Any) -> str:
-    """Nothing, or what went wrong."""
+    """Return the traceback of an error, or an empty string."""
     try:
         what(*args)
     except Exception:
@@ -238,7 +239,7 @@ def attempt(what: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-# ---- functions, as they are called ---------------------------------------------------------------------
+# ---- public functions ----------------------------------------------------------------------------------
 
 BATCH, TOKENS, WIDTH, EXPERTS = 4, 8, 64, 8
 ALWAYS, BY_NIGHT = "always", "by night"
@@ -246,14 +247,14 @@ ALWAYS, BY_NIGHT = "always", "by night"
 
 @dataclass(frozen=True)
 class Call:
-    """A function, the dimensions and sizes of its tensors, other arguments, and what is cut."""
+    """A function, the dimensions and sizes of its tensors, other arguments, and the dimensions to cut."""
 
     function: Callable[..., Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     options: dict[str, Any] = field(default_factory=dict)
     cuts: tuple[str | None, ...] = ("b", "s", None)
-    exact: bool = True  # no result depends on what ranks add up
-    compiled: str = ""  # as well: ALWAYS, one call of each op and one that quantises, or BY_NIGHT
+    exact: bool = True  # no result depends on sums over ranks
+    compiled: str = ""  # also test compiled: ALWAYS (one call of each op and one that quantizes) or BY_NIGHT
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(7)
@@ -272,14 +273,14 @@ def adaln_of_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Any:
 
 
 def quantized(x: Tensor, weight: Tensor, **options: Any) -> Any:
-    """In a compiled function a quantised result is used where it was made."""
-    found = weft.rms_norm(x, weight, **options)
-    q, *rest = found if isinstance(found, tuple) else (found,)
+    """Use a quantized result inside the compiled function that makes it."""
+    results = weft.rms_norm(x, weight, **options)
+    q, *rest = results if isinstance(results, tuple) else (results,)
     return weft.dequantize(q), *rest
 
 
 def routed(x: Tensor, logits: Tensor) -> Any:
-    """Tokens to rows of this rank and back."""
+    """Send tokens to this rank's rows and back."""
     weights, indices, *_ = weft.route(logits, 2)
     rows = weft.row_map(indices, EXPERTS, align=4)
     y, probs = weft.permute(x, rows, weights)
@@ -327,8 +328,8 @@ CALLS = {
     ),
     "gated rows": Call(weft.rms_norm, {"x": X, "residual": X, "residual_gate": X}),
     "modulated rows": Call(adaln_of_rows, {"x": X, "scale": X, "shift": X}),
-    "quantised rows": Call(quantized, {"x": X, "weight": WEIGHT}, {"quantize": "1x128"}, compiled=ALWAYS),
-    "quantised, scaled": Call(
+    "quantized rows": Call(quantized, {"x": X, "weight": WEIGHT}, {"quantize": "1x128"}, compiled=ALWAYS),
+    "quantized, scaled": Call(
         quantized,
         {"x": X, "weight": WEIGHT},
         {"quantize": "tensor", "quant_scale": torch.tensor(0.01), "return_amax": True},
@@ -348,7 +349,7 @@ CALLS = {
         cuts=("k", "b"),
         compiled=BY_NIGHT,
     ),
-    "glu, its gradient quantised": Call(
+    "glu, its gradient quantized": Call(
         weft.glu, {"x": X}, {"quantize_grad": "1x128", "grad_columnwise": False}, ("s",)
     ),
     "gated_norm": Call(
@@ -408,57 +409,62 @@ CALLS = {
 }
 
 
-def run_call(call: Call, function: Callable[..., Any], given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Results and gradients."""
-    leaves = {name: t.requires_grad_() for name, t in given.items()}
+def run_call(call: Call, function: Callable[..., Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return results and gradients."""
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     results = function(**leaves, **call.options)
-    found = {
+    by_name = {
         str(i): t
         for i, t in enumerate(results if isinstance(results, tuple) else (results,))
         if t is not None
     }
     generator = torch.Generator().manual_seed(8)
-    made = [t for t in found.values() if t.requires_grad]
-    drawn = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in made]
-    upstream = [placed_like(d, t) if isinstance(t, DTensor) else d for d, t in zip(drawn, made, strict=True)]
-    torch.autograd.backward(made, upstream)
+    differentiable = [t for t in by_name.values() if t.requires_grad]
+    drawn = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in differentiable]
+    upstream = [
+        placed_like(d, t) if isinstance(t, DTensor) else d for d, t in zip(drawn, differentiable, strict=True)
+    ]
+    torch.autograd.backward(differentiable, upstream)
     for name, leaf in leaves.items():
         assert leaf.grad is not None, f"{name} has no gradient"
-        found[f"d{name}"] = leaf.grad
-    return {name: t.detach() for name, t in found.items()}
+        by_name[f"d{name}"] = leaf.grad
+    return {name: t.detach() for name, t in by_name.items()}
 
 
 def dense(t: Tensor) -> Tensor:
-    """All numbers of a tensor."""
-    quantised = isinstance(t.to_local() if isinstance(t, DTensor) else t, QTensor)
-    t = weft.dequantize(t) if quantised else t  # type: ignore[arg-type]
+    """Return all elements of a tensor."""
+    is_quantized = isinstance(t.to_local() if isinstance(t, DTensor) else t, QTensor)
+    t = weft.dequantize(t) if is_quantized else t  # type: ignore[arg-type]
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def compare_call(call: Call, cut: str | None, mesh: DeviceMesh, function: Callable[..., Any]) -> None:
-    whole = run_call(call, call.function, call.inputs())
+    complete = run_call(call, call.function, call.inputs())
     truth = None
-    place = {name: placements(dims.split(), [cut]) for name, (dims, _) in call.tensors.items()}
+    placements_by_name = {name: placements(dims.split(), [cut]) for name, (dims, _) in call.tensors.items()}
     shards = {
-        name: distribute_tensor(t, mesh, place[name], src_data_rank=None) for name, t in call.inputs().items()
+        name: distribute_tensor(t, mesh, placements_by_name[name], src_data_rank=None)
+        for name, t in call.inputs().items()
     }
-    found = run_call(call, function, shards)
-    assert found.keys() == whole.keys()
-    for name, t in found.items():
-        assert isinstance(t, DTensor), f"{name} is no DTensor"
-        if name.startswith("d"):  # sharded as what it is the gradient of, and else to be added up
-            of = [p if p.is_shard() else Partial() if cut else p for p in place[name[1:]]]
-            assert list(t.placements) == of, f"{name}: {t.placements}"
+    sharded = run_call(call, function, shards)
+    assert sharded.keys() == complete.keys()
+    for name, t in sharded.items():
+        assert isinstance(t, DTensor), f"{name} is not a DTensor"
+        if name.startswith("d"):  # placed like the tensor it is the gradient of, or to be summed
+            gradient_placements = [
+                p if p.is_shard() else Partial() if cut else p for p in placements_by_name[name[1:]]
+            ]
+            assert list(t.placements) == gradient_placements, f"{name}: {t.placements}"
         if t.is_floating_point() and (is_summed(t) or not call.exact):
             with weft.backend("reference"):
                 truth = truth or run_call(call, call.function, call.inputs(torch.float64))
             check(dense(t), truth[name], 1e-5 * truth[name].abs().max().item())
         else:
-            assert torch.equal(dense(t), dense(whole[name])), name
+            assert torch.equal(dense(t), dense(complete[name])), name
 
 
 def compare_calls(mesh: DeviceMesh) -> dict[str, str]:
-    """Eager: in a group of two every cut, in a larger one the first."""
+    """Return failures of eager calls: in a group of two with every cut, in a larger one with the first."""
     return {
         f"{name}, {cut}": attempt(compare_call, call, cut, mesh, call.function)
         for name, call in CALLS.items()
@@ -467,21 +473,21 @@ def compare_calls(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def compare_compiled(mesh: DeviceMesh, when: str) -> dict[str, str]:
-    """In one graph, with the first cut."""
-    found = {}
+    """Return failures of calls compiled to one graph, with the first cut."""
+    failures = {}
     for name, call in CALLS.items():
         if call.compiled == when:
             torch._dynamo.reset()
             compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-            found[name] = attempt(compare_call, call, call.cuts[0], mesh, compiled)
-    return found
+            failures[name] = attempt(compare_call, call, call.cuts[0], mesh, compiled)
+    return failures
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
-    """What is said about calls that cannot be sharded, before anything is moved."""
+    """Return the messages about calls that cannot be sharded, raised before anything is moved."""
 
     def of(*shape: int, to: Placement, wants_gradient: bool = False) -> Tensor:
         local = distribute_tensor(
@@ -512,13 +518,13 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "out": lambda: weft.rms_norm(rows, out=torch.empty(8, 256)),
         "rows of a rank": lambda: weft.unpermute(rows, weft.row_map(torch.zeros(8, 1, dtype=torch.int32), 1)),
     }  # fmt: skip
-    found = {}
+    messages = {}
     for name, call in calls.items():
         try:
             call()
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages
 
 
 def main(rank: int, world: int, directory: Path, every: bool = False) -> None:
@@ -526,12 +532,12 @@ def main(rank: int, world: int, directory: Path, every: bool = False) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, 2)) if world == 4 else None
-    found: dict[str, dict[str, str]] = {"ops": compare_ops(mesh, square, every)}
+    findings: dict[str, dict[str, str]] = {"ops": compare_ops(mesh, square, every)}
     if not every:
-        found |= {"calls": compare_calls(mesh), "refusals": refusals(mesh)}
+        findings |= {"calls": compare_calls(mesh), "refusals": refusals(mesh)}
     if world == 2:
-        found["compiled"] = compare_compiled(mesh, BY_NIGHT if every else ALWAYS)
-    torch.save(found, directory / f"{rank}.pt")
+        findings["compiled"] = compare_compiled(mesh, BY_NIGHT if every else ALWAYS)
+    torch.save(findings, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

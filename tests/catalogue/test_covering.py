@@ -1,4 +1,4 @@
-"""What always runs of a product of choices."""
+"""Coverage of a product of choices by the cases that always run."""
 
 from __future__ import annotations
 

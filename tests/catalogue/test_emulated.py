@@ -1,9 +1,9 @@
-"""Every op of the catalogue as a GPU would run it: stock Triton's PTX and launcher, executed in software with every
-access to shared and global memory checked. A launch with a hazard raises an error.
+"""Emulation of every op on a GPU: stock Triton's PTX and launcher, executed in software.
 
-By day the kernels of one op of each family are emulated on sm_80; all ops, all sets of options, sm_90 and sm_100 by
-night:
-`pytest -m slow tests/catalogue/test_emulated.py`.
+Every access to shared and global memory is checked, and a launch with a hazard raises an error.
+
+By day, the kernels of one op of each family are emulated on sm_80; by night, all ops, all sets of options, sm_90 and
+sm_100: `pytest -m slow tests/catalogue/test_emulated.py`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TARGETS = ("sm_80", "sm_90", "sm_100")
 
 
 def emulated(workload: Workload, target: str) -> dict[str, float]:
-    """Emulate a workload, against float64 and against Loom; which share of each result has other bits than Loom's."""
+    """Emulate a workload, check it against float64 and Loom, and return the share of bits that differ from Loom's."""
     call = small(workload)
     with choosing_for(target):
         wanted = parts(results(call))
     with triton_loom.emulate(target, ignore=KNOWN) as gpu:
-        found = parts(results(call))
+        emulated_results = parts(results(call))
         assert gpu.launches, "no launch was emulated"
         excuses = {reason for launch in gpu.launches for reason in launch.inexact}
         accuracy(workload)
     differ = {
-        name: float((words(found[name]) != words(value)).float().mean())
+        name: float((words(emulated_results[name]) != words(value)).float().mean())
         for name, value in wanted.items()
         if value.numel()
     }
@@ -54,15 +54,17 @@ def test_every_kernel(op: str) -> None:
     "workload", [w for op in ("matmul", "grouped_matmul", "grouped_wgrad") for w in by_options(op)], ids=str
 )
 def test_products_in_tensor_memory(workload: Workload) -> None:
-    """Of so many rows that sm_100 multiplies them by tcgen05, which few rows are not."""
+    """Products with so many rows that sm_100 uses tcgen05, which it does not for few rows."""
     call = workload.make(rows=130)
     with choosing_for("sm_100"):
         wanted = parts(results(call))
     with triton_loom.emulate("sm_100", ignore=KNOWN) as gpu:
-        found = parts(results(call))
+        emulated_results = parts(results(call))
     assert gpu.launches, "no launch was emulated"
     for name in wanted:
-        torch.testing.assert_close(found[name].float(), wanted[name].float(), rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(
+            emulated_results[name].float(), wanted[name].float(), rtol=2**-7, atol=2**-7
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Mistakes of new users: each is refused with words that say what was wrong and what to do, or works as they meant."""
+"""Mistakes of new users: each is refused with what was wrong and what to do, or works as intended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rope(x: Tensor, cos: Any, sin: Any, *, positions: Any = None, **options: Any
 
 Mistake = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 
-# What was called, the exception, and words that its message has.
+# The call, the exception, and parts of its message.
 MISTAKES: dict[str, Mistake] = {
     # ---- keywords
     "epsilon": (
@@ -120,10 +120,10 @@ MISTAKES: dict[str, Mistake] = {
         lambda: weft.cross_entropy(X, LABELS, temperature=torch.tensor(0.7)), TypeError, ("temperature", ".item()"),
     ),
     # ---- tables of angles
-    "neighbours equal": (
+    "neighbors equal": (
         lambda: rope(Q, PAIRED.cos(), PAIRED.sin()), ValueError, ("halves are not equal", "cos[..., ::2]"),
     ),
-    "neighbours equal, interleaved": (
+    "neighbors equal, interleaved": (
         lambda: rope(Q, PAIRED.cos(), PAIRED.sin(), style="interleaved"), ValueError, ("cos[..., ::2]",),
     ),
     "halves equal, interleaved": (
@@ -175,7 +175,7 @@ MISTAKES: dict[str, Mistake] = {
     "a module in a norm of heads": (
         lambda: weft.HeadNorm("rms", nn.RMSNorm(16)), TypeError, ("q_weight", "the module RMSNorm", ".weight"),
     ),
-    # ---- modules, lists, arrays, and what other ops return
+    # ---- modules, lists, arrays, and results of other ops
     "a norm for its weight": (lambda: weft.rms_norm(X, nn.RMSNorm(64)), TypeError, ("the module RMSNorm", ".weight")),
     "a layer for its weight": (
         lambda: weft.linear_cross_entropy(X, nn.Linear(64, 100), LABELS), TypeError, ("the module Linear", ".weight"),
@@ -270,7 +270,7 @@ def test_mistake(mistake: str) -> None:
         assert word in str(raised.value), word
 
 
-# ---- what is no tensor, in every place of one --------------------------------------------------------------
+# ---- other objects in place of every tensor ----------------------------------------------------------------
 
 Y = weft.permute(X, ROWS)
 HEADS, PAGES = torch.randn(1, 2, 8, 64), torch.randn(3, 4, 1, 64)  # of attention
@@ -325,7 +325,7 @@ OF_LISTS = (
     "count_zeros",
     "grad_norm",
     "merge_attention",
-)  # which take tensors in lists
+)  # functions that take lists of tensors
 NO_TENSORS: dict[str, Any] = {
     "nothing": None, "a number": 1.0, "a list": [1, 2], "a tuple": (64,), "a string": "x", "a module": nn.Linear(4, 4),
     "an array": torch.ones(3).numpy(), "a row map": ROWS, "a dictionary": {},
@@ -334,7 +334,7 @@ NO_TENSORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", public_ops())
 def test_an_unknown_keyword_is_refused_by_the_public_name(name: str) -> None:
-    """A norm passed its options on, and the error named a private function."""
+    """Regression: a norm passed its options on, and the error named a private function."""
     function = public_ops()[name]
     with pytest.raises(TypeError, match=rf"^{name}\(\) (got an unexpected keyword argument|missing)"):
         function(no_such_keyword=1)
@@ -343,7 +343,7 @@ def test_an_unknown_keyword_is_refused_by_the_public_name(name: str) -> None:
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Positional arguments without a default."""
+    """Return the positional arguments without a default."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
 
@@ -354,17 +354,17 @@ def test_a_misspelt_op_is_suggested_by_python() -> None:
     assert (raised.value.name, raised.value.obj) == ("rmsnorm", weft)
 
 
-def test_every_function_of_tensors_is_here() -> None:
+def test_every_function_of_tensors_is_tested() -> None:
     functions = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     of_tensors = {name for name in functions if "Tensor" in str(inspect.signature(getattr(weft, name)))}
     assert of_tensors - {"capture"} == CALLS.keys() | set(
         OF_LISTS
-    )  # which tests/runtime/test_graphs.py is about
+    )  # capture is tested in tests/runtime/test_graphs.py
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_no_tensor_is_named(name: str) -> None:
-    """Whatever is given in place of each tensor: refused as of a wrong type, by the name of the argument."""
+def test_an_argument_that_is_not_a_tensor_is_named(name: str) -> None:
+    """Other objects in place of a tensor are refused with a TypeError that names the argument."""
     function, call = getattr(weft, name), CALLS[name]
     optional = {p.name for p in inspect.signature(function).parameters.values() if p.default is None}
     function(**call)
@@ -383,12 +383,12 @@ def test_what_is_no_tensor_is_named(name: str) -> None:
                 function(**{**call, argument: value.to_sparse()})
 
 
-# ---- what works as it was meant ----------------------------------------------------------------------------
+# ---- calls that work as intended ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_eps_of_none_is_that_of_torch(dtype: torch.dtype) -> None:
-    """Of rows so small that eps decides: bf16's own would be another."""
+def test_eps_none_means_the_eps_of_torch(dtype: torch.dtype) -> None:
+    """Use rows so small that eps decides, and bf16's own eps would differ."""
     x = (X * 1e-4).to(dtype)
     truth = x.double() / (x.double().square().mean(-1, keepdim=True) + torch.finfo(_wide(dtype)).eps).sqrt()
     for got in (
@@ -406,13 +406,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.mark.parametrize("rotated", [16, 8])
 def test_tables_as_transformers_makes_them(rotated: int) -> None:
-    """[S, D], [1, S, D] and [B, S, D], of all of a head and of a part of it: the bits of tables with each angle once;
-    with gradients, and under torch.compile."""
+    """Tables [S, D], [1, S, D] and [B, S, D] give the bits of tables with each angle once. So it is for a whole head or
+    part of it, with gradients, and under torch.compile."""
     angles = torch.randn(2, 8, rotated // 2)
     once, twice = (angles.cos(), angles.sin()), [torch.cat([t, t], -1) for t in (angles.cos(), angles.sin())]
     part: dict[str, Any] = {} if rotated == 16 else {"dim": rotated}
-    for at in (slice(None), slice(1), 0):
-        tables, doubled = [t[at] for t in once], [t[at] for t in twice]
+    for index in (slice(None), slice(1), 0):
+        tables, doubled = [t[index] for t in once], [t[index] for t in twice]
         leaf = Q.clone().requires_grad_()
         wanted, got = rope(leaf, *tables, **part), rope(leaf, *doubled, **part)
         assert torch.equal(got, wanted)
@@ -424,8 +424,8 @@ def test_tables_as_transformers_makes_them(rotated: int) -> None:
         assert torch.equal(compiled(Q, *doubled), wanted)
 
 
-def test_tables_are_not_looked_at_where_they_cannot_be() -> None:
-    """Of a device, or traced: no number is read, so wrong tables are not refused."""
+def test_tables_on_a_device_or_traced_are_not_inspected() -> None:
+    """No element is read there, so wrong tables are not refused."""
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (Q, PAIRED, PAIRED)]
         assert rope(*fake).shape == Q.shape
@@ -437,7 +437,7 @@ def test_liger_s_swiglu_has_the_same_arguments() -> None:
 
 
 def test_square_logits_are_read_as_documented() -> None:
-    """As many classes as tokens: shapes cannot tell torch's layout from Weft's, which is the one that is documented."""
+    """If classes and tokens are equally many, shapes cannot reveal torch's layout: the documented one applies."""
     logits, target = torch.randn(2, 5, 5), torch.randint(0, 5, (2, 5))
     wanted = F.cross_entropy(logits.movedim(-1, 1), target)
     torch.testing.assert_close(weft.cross_entropy(logits, target), wanted)
@@ -446,8 +446,8 @@ def test_square_logits_are_read_as_documented() -> None:
     )
 
 
-def test_a_number_may_be_of_any_kind() -> None:
-    """Integers and NumPy's numbers, as they come out of configurations; and under torch.compile, where they vary."""
+def test_a_scalar_may_be_an_integer_or_from_numpy() -> None:
+    """Integers and NumPy scalars, as found in configurations, and varying scalars under torch.compile."""
     wanted = weft.cross_entropy(X, LABELS, temperature=2.0, softcap=30.0)
     array = torch.tensor([2.0, 30.0], dtype=torch.float32).numpy()
     assert torch.equal(weft.cross_entropy(X, LABELS, temperature=array[0], softcap=array[1]), wanted)
@@ -467,20 +467,20 @@ def test_a_number_may_be_of_any_kind() -> None:
 # ---- one vocabulary ----------------------------------------------------------------------------------------
 
 
-def test_losses_say_the_same_by_the_same_names() -> None:
-    """Of three losses, what two have is called the same and has the same default."""
+def test_losses_share_names_and_defaults() -> None:
+    """Arguments that two of the three losses have in common have equal names and defaults."""
     functions = (weft.cross_entropy, weft.linear_cross_entropy, weft.linear_logprobs)
     names = [dict(inspect.signature(f).parameters) for f in functions]
     for name in ("temperature", "softcap", "ignore_index", "return_lse", "return_entropy", "shard"):
-        assert len({str(of[name]) for of in names}) == 1, name
+        assert len({str(parameters[name]) for parameters in names}) == 1, name
     for name in ("class_weight", "label_smoothing", "z_loss", "reduction", "all_ignored", "return_accuracy"):
-        assert len({str(of[name]) for of in names[:2]}) == 1, name
+        assert len({str(parameters[name]) for parameters in names[:2]}) == 1, name
     assert not {"scale", "entropy", "lse"} & set().union(*names)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 3])
 def test_temperature_divides_the_logits_of_all_losses(temperature: float) -> None:
-    """After the softcap; and powers of two change no bit but the exponents."""
+    """Division follows the softcap; powers of two change only the exponents."""
     logits = X @ HEAD.t()
     capped = 20.0 * torch.tanh(logits.double() / 20.0) / temperature
     wanted = torch.log_softmax(capped, -1).gather(1, LABELS[:, None])[:, 0]
@@ -490,13 +490,16 @@ def test_temperature_divides_the_logits_of_all_losses(temperature: float) -> Non
         weft.cross_entropy(logits, LABELS, **every),
         weft.linear_cross_entropy(X, HEAD, LABELS, **every),
     ]
-    found = weft.linear_logprobs(X, HEAD, LABELS, return_lse=True, return_entropy=True, **options)
-    assert found._fields[1:3] == losses[0]._fields[1:3] == ("lse", "entropy")
-    for logprobs, lse, entropy in (found[:3], *((-loss.loss, loss.lse, loss.entropy) for loss in losses)):
+    logprobs_result = weft.linear_logprobs(X, HEAD, LABELS, return_lse=True, return_entropy=True, **options)
+    assert logprobs_result._fields[1:3] == losses[0]._fields[1:3] == ("lse", "entropy")
+    for logprobs, lse, entropy in (
+        logprobs_result[:3],
+        *((-loss.loss, loss.lse, loss.entropy) for loss in losses),
+    ):
         torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse.double(), torch.logsumexp(capped, -1), rtol=1e-5, atol=1e-5)
-        of_softmax = torch.distributions.Categorical(logits=capped).entropy()
-        torch.testing.assert_close(entropy.double(), of_softmax, rtol=1e-5, atol=1e-5)
+        entropy_of_softmax = torch.distributions.Categorical(logits=capped).entropy()
+        torch.testing.assert_close(entropy.double(), entropy_of_softmax, rtol=1e-5, atol=1e-5)
     if temperature in (0.5, 1.0):
         assert torch.equal(
             weft.cross_entropy(logits, LABELS, temperature=temperature),

@@ -1,7 +1,7 @@
-"""Proof that the tests can fail: every kernel is broken in many ways, and each of them has to be noticed.
+"""Mutation tests: every kernel is broken in many ways, and a test must notice each of them.
 
-`pytest -m mutation` runs, for each mutant, the tests that are named to catch it against a copy of Weft with the mutant
-in it. The checks of the list itself always run: it has to fit the sources, and a new kernel needs mutants of its own.
+`pytest -m mutation` runs the tests named for each mutant against a copy of Weft that contains it. The checks of the
+list itself always run: it must fit the sources, and a new kernel needs mutants of its own.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tests.support.mutation import PACKAGE, Mutant, Server, Verdict, function_at
 from weft.runtime import Kernel
 
 TESTS = Path(__file__).parents[1]
-AT_LEAST = 10  # mutants of a kernel
+AT_LEAST = 10  # mutants per kernel
 
 
 def kernels() -> set[str]:
-    """The names of all kernels that the package has. Integrations have none, and need their frameworks."""
-    found = set()
+    """Return the names of the package's kernels. Integrations have none, and need their frameworks."""
+    names = set()
     for module in pkgutil.walk_packages(weft.__path__, "weft."):
         if not module.name.endswith("__main__") and not module.name.startswith("weft.integrations."):
             values = vars(importlib.import_module(module.name)).values()
-            found |= {value.name for value in values if isinstance(value, Kernel)}
-    return found
+            names |= {value.name for value in values if isinstance(value, Kernel)}
+    return names
 
 
 def test_every_kernel_has_mutants() -> None:
@@ -42,12 +42,12 @@ def test_every_kernel_has_mutants() -> None:
     few = {name: count for name, count in counted.items() if count < AT_LEAST}
     assert not few, f"fewer than {AT_LEAST} mutants: {few}"
     names = Counter(map(str, MUTANTS))
-    assert names.most_common(1)[0][1] == 1, f"one name for two mutants: {names.most_common(1)}"
+    assert names.most_common(1)[0][1] == 1, f"two mutants have one name: {names.most_common(1)}"
 
 
 @pytest.mark.parametrize("kernel", sorted(kernels()))
 def test_mutants_fit_the_sources(kernel: str) -> None:
-    """The text that a mutant replaces is there, once; what comes out is still Python, and as long."""
+    """A mutant's text occurs once; the result is still Python, with as many lines."""
     for mutant in MUTANTS:
         if mutant.kernel == kernel:
             before, after = (PACKAGE / mutant.file).read_text(), mutant.text()
@@ -57,7 +57,7 @@ def test_mutants_fit_the_sources(kernel: str) -> None:
             assert before.count("\n") == after.count("\n"), f"{mutant} moves the kernels below it"
 
 
-def test_named_tests_are_there() -> None:
+def test_named_tests_exist() -> None:
     for test in {test for mutant in MUTANTS for test in mutant.tests}:
         file, _, name = test.partition("::")
         assert f"\ndef {name.partition('[')[0]}(" in (TESTS / file).read_text(), f"there is no {test}"
@@ -80,7 +80,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest) -> Iterator[list[tuple[Mutant, Verdict]]]:
-    """Filled by the tests, printed at the end."""
+    """Collect verdicts of the tests, and print them at the end."""
     rows: list[tuple[Mutant, Verdict]] = []
     yield rows
     if not rows:
@@ -112,7 +112,7 @@ def test_mutant_is_caught(mutant: Mutant, server: Server, report: list[tuple[Mut
     report.append((mutant, verdict))
     assert verdict.outcome != "invalid", f"{mutant}: the tests could not judge\n{verdict.log}"
     assert verdict.caught, (
-        f"{', '.join(mutant.tests)} do not notice {mutant}: mend one of them, or name another"
+        f"{', '.join(mutant.tests)} do not notice {mutant}: fix one of them, or name another"
     )
     if verdict.outcome == "failed":
         assert mutant.kernel in verdict.kernels, f"{verdict.test} failed without launching {mutant.kernel}"

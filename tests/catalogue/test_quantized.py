@@ -1,7 +1,7 @@
-"""Quantized tensors where plain ones are expected: every tensor argument of every op, and every gradient.
+"""Quantized tensors where plain ones are expected: as every tensor argument of every op, and as every gradient.
 
-An op reads the codes, decodes them, or refuses them in words. What it must not do is misread them: so each result is
-compared with that of the numbers which the codes stand for.
+An op reads the codes, decodes them, or refuses them with an explanation, but must not misread them: so each result is
+compared with that of the decoded elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.lab.calls import backward, few_rows, results, small, upstreams
 from weft.lab.families import WORKLOADS, Call, Workload
 from weft.runtime import recording
 
-# One format for each way in which codes and scales are stored, and the copies that a tensor may have.
+# One format for each storage of codes and scales, and the copies that a tensor may have.
 FORMATS = (
     *("tensor", "e5m2:tensor", "int8:tensor", "row", "int8:row", "1x128", "e5m2:1x128:te", "int8:1x128:te"),
     *("int4:1x128", "128x128", "int8:128x128:te", "mx", "e5m2:mx", "e2m1:mx", "nvfp4", "nvfp4_16x16"),
@@ -33,7 +33,7 @@ COPIES = {
     "columnwise": {"rowwise": False, "columnwise": True},
     "both": {"rowwise": True, "columnwise": True},
 }
-# By day: every set of copies once.
+# Cases of the day: every set of copies once.
 USUAL = {("1x128", "both"), ("nvfp4", "rowwise"), ("int8:row", "columnwise")}
 CASES = [
     pytest.param(spec, copies, marks=[] if (spec, copies) in USUAL else [pytest.mark.slow])
@@ -44,7 +44,7 @@ CASES = [
 
 @cache
 def smallest(op: str) -> Workload | None:
-    """The workload of an op with plain tensors, rows that blocks divide, and few elements, as far as there is one."""
+    """Return an op's workload with plain tensors, rows divisible by blocks, and few elements, as far as possible."""
 
     def cost(workload: Workload) -> tuple[bool, bool, bool, int]:
         call = workload.make("meta", rows=few_rows(workload))
@@ -62,20 +62,20 @@ def smallest(op: str) -> Workload | None:
 
 
 def arguments(call: Call) -> Iterator[str]:
-    """The tensors of numbers that a call takes."""
+    """Return the names of a call's floating-point tensors."""
     return (n for n, t in call.tensors().items() if t.is_floating_point() and t.dim() and t.numel())
 
 
 def quantized(x: Tensor, spec: str, copies: str) -> QTensor | None:
-    """x in a format, or None if it cannot be."""
+    """Return x in a format, or None if it cannot be quantized so."""
     try:
         return weft.quantize(x.contiguous(), spec, **COPIES[copies])
     except ValueError:
         return None
 
 
-def numbers(q: QTensor, side: str) -> Tensor:
-    """What q stands for by the copy of one side, where it has that."""
+def decoded(q: QTensor, side: str) -> Tensor:
+    """Return the values of q, decoded from the copy of one side if it has that."""
     copies = (q.rowwise, None) if side == "rowwise" else (None, q.columnwise)
     return QTensor(q.shape, q.dtype, q.format, *copies).dequantize() if any(copies) else q.dequantize()
 
@@ -86,7 +86,7 @@ def plain(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest relative distance of all results; infinite if they have other NaNs or infinities."""
+    """Return the largest relative distance of all results; infinite if their NaNs or infinities differ."""
     largest = 0.0
     for name, expected in wanted.items():
         finite = expected.isfinite()
@@ -100,17 +100,17 @@ def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def assert_read_or_refused(
     compute: Callable[[Any], dict[str, Tensor]], q: QTensor, where: str, limit: float = 2e-5
 ) -> bool:
-    """Compare a result of codes with that of the numbers of either copy; returns whether it was refused."""
+    """Compare a result of codes with that of either copy's values; return whether it was refused."""
     try:
         got = compute(q)
     except (ValueError, TypeError, NotImplementedError, TorchDynamoException) as error:
-        # A compiler wraps what an op or a function raises while it is traced.
+        # A compiler wraps exceptions that an op or a function raises while it is traced.
         if not isinstance(error, TorchDynamoException) or re.search(
             r"(Value|Type|NotImplemented)Error", str(error)
         ):
             return True
         raise
-    distances = [distance(got, compute(numbers(q, side))) for side in ("rowwise", "columnwise")]
+    distances = [distance(got, compute(decoded(q, side))) for side in ("rowwise", "columnwise")]
     assert min(distances) <= limit, f"{where}: {q!r} was misread: {distances}"
     return False
 
@@ -135,7 +135,7 @@ def test_codes_as_an_argument_are_read_or_refused(op: str, spec: str, copies: st
 @pytest.mark.parametrize(("spec", "copies"), CASES)
 @pytest.mark.parametrize("op", [name for name, op in weft.catalogue.items() if op.differentiable])
 def test_codes_as_a_gradient_are_read(op: str, spec: str, copies: str, backend: Any) -> None:
-    """Refusing a gradient would be an error in the middle of somebody's backward pass: each is decoded."""
+    """Every gradient is decoded: refusing it would be an error in the middle of a backward pass."""
     workload = smallest(op)
     assert workload is not None
     call = small(workload, dtype=torch.float32).requiring_grad()
@@ -152,7 +152,7 @@ def test_codes_as_a_gradient_are_read(op: str, spec: str, copies: str, backend: 
 
 
 def test_misread_codes_are_noticed() -> None:
-    """The comparison above fails for codes that are taken for others: here, for scales of half their size."""
+    """The comparison above fails for misread codes, here with scales of half their size."""
     x, weight = torch.randn(8, 128), torch.randn(16, 128)
     q = weft.quantize(x, "1x128")
     assert q.rowwise is not None

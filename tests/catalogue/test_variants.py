@@ -1,4 +1,4 @@
-"""How many times kernels are compiled, and that they take integers of any size."""
+"""Kernels compile few times, and take integers of any size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.lab.calls import assert_same, differentiable, few_rows, results, run, 
 from weft.lab.families import Call, Inputs, distinct, for_op
 from weft.runtime import Variant, launch, recording
 
-# ---- numbers of variants ----------------------------------------------------------------------------
+# ---- variant counts ---------------------------------------------------------------------------------
 
 HIDDEN_SIZES = sorted(
     {1 << i for i in range(18)}
@@ -32,8 +32,8 @@ HIDDEN_SIZES = sorted(
 
 @pytest.mark.parametrize("op", weft.catalogue)
 def test_variants_are_a_small_closed_set(op: str) -> None:
-    """Whatever the sizes are, an op with one set of options compiles no more than it declares; and a new number of
-    rows compiles nothing (bugs J2, J6)."""
+    """An op with one set of options compiles no more variants than it declares, whatever the sizes. A new number of
+    rows compiles nothing."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 1 << 20, (200,), generator=generator).tolist()
     limit = weft.catalogue[op].variants
@@ -42,7 +42,7 @@ def test_variants_are_a_small_closed_set(op: str) -> None:
         for count in rows[: 200 if workload.options in ("plain", "1x128-both") else 40]:
             by_rows |= launched(lambda w=workload, count=count: w.make("meta", rows=count))
         kernels = {variant.kernel for variant in by_rows}
-        assert len(by_rows) <= 2 * len(kernels), f"{workload}: {len(by_rows)} variants over numbers of rows"
+        assert len(by_rows) <= 2 * len(kernels), f"{workload}: {len(by_rows)} variants over row counts"
         by_cols = set()
         shape = tuple(5 if size == "rows" else size for size in workload.shape[:-1])
         for cols in HIDDEN_SIZES:
@@ -65,7 +65,7 @@ def test_a_new_number_of_rows_compiles_nothing(make: Callable[..., Call]) -> Non
 
 
 def traced(variant: Variant) -> None:
-    """Has Triton check the types of a kernel, without compiling any further."""
+    """Let Triton check the types of a kernel, without compiling it further."""
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     options = backend.parse_options({"num_warps": variant.num_warps, "num_stages": variant.num_stages})
@@ -86,7 +86,7 @@ def traced(variant: Variant) -> None:
 def test_every_kernel_takes_integers_of_64_bits(
     op: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A size or a stride of 2^30 is all that it takes."""
+    """A size or a stride of 2^30 is enough to need them."""
     monkeypatch.setattr(launch, "WIDE", 0)
     variants: set[Variant] = set()
     for workload in {w.options: w for w in distinct(for_op(op)) if w.runs_on(target)}.values():
@@ -96,7 +96,7 @@ def test_every_kernel_takes_integers_of_64_bits(
     assert variants
     for variant in variants:
         assert "i32" not in variant.types().values()
-    # With every change, one variant of each kernel goes through Triton: the one with the most arguments.
+    # By day, one variant of each kernel goes through Triton: the one with the most arguments.
     by_size = sorted(variants, key=lambda variant: len(variant.types()))
     for variant in by_size if target == "sm_80" else {v.kernel: v for v in by_size}.values():
         traced(variant)
@@ -117,7 +117,7 @@ def test_integers_of_64_bits_change_no_result(op: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("make", cases().values(), ids=cases())
-def test_through_the_dispatcher(make: Callable[[], Call]) -> None:
+def test_the_dispatcher_gives_the_bits_of_eager_calls(make: Callable[[], Call]) -> None:
     """`torch.ops.weft` gives the bits of the direct path that eager calls take."""
 
     class Passing(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""`weft audit`: what it compiles, what it finds fault with, and the model of time."""
+"""`weft audit`: the jobs it compiles, the faults it reports, and the model of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = Binary("sm_90", 40, 0, 0, 0, {128: 64}, {128: 64}, False, (), 0.1, Counte
 
 
 def compiling(monkeypatch: pytest.MonkeyPatch, change: Any) -> list[str]:
-    """Nothing is compiled; what would be is `GOOD`, changed by a function of (variant, target)."""
+    """Replace compilation by `GOOD`, changed by a function of (variant, binary); return the targets of the jobs."""
     targets: list[str] = []
 
     def compile_all(jobs: list[Any], progress: Any, **options: Any) -> list[Any]:
@@ -93,7 +93,9 @@ def test_a_kernel_is_compiled_and_its_figures_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--op", "rmsnorm"], ["--workload", "no such model"]])
-def test_what_is_not_there_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_ops_and_workloads_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["audit", *arguments]) == 2
     assert "no" in capsys.readouterr().err
 
@@ -110,20 +112,22 @@ def test_what_is_not_there_is_refused(arguments: list[str], capsys: pytest.Captu
         ("sm_90", 8, 168, 200 << 10, (8, "registers")),
         ("sm_90", 4, 64, 100 << 10, (8, "shared memory")),
         ("sm_90", 1, 16, 0, (32, "blocks")),
-        ("sm_80", 4, 64, 82 << 10, (4, "shared memory")),  # a block keeps a KiB for itself
+        ("sm_80", 4, 64, 82 << 10, (4, "shared memory")),  # a block reserves a KiB
         ("gfx942", 4, 128, 0, (16, "registers")),
         ("gfx942", 4, 40, 0, (32, "warps")),
     ],
 )
-def test_occupancy(target: str, warps: int, registers: int, shared: int, wanted: tuple[int, str]) -> None:
-    found = occupancy_of(target, warps, registers, shared)
-    assert (found.warps, found.limited_by) == wanted
+def test_occupancy_follows_the_rules_of_cuda(
+    target: str, warps: int, registers: int, shared: int, wanted: tuple[int, str]
+) -> None:
+    occupancy = occupancy_of(target, warps, registers, shared)
+    assert (occupancy.warps, occupancy.limited_by) == wanted
 
 
 # ---- the model ----------------------------------------------------------------------------------------------
 
 
-def test_the_model_beside_published_timings() -> None:
+def test_the_model_is_close_to_published_timings() -> None:
     timings = public_timings()
     assert len(timings) >= 30
     products = [t for t in timings if " x " in t.what and "coalesced" not in t.note]
@@ -132,7 +136,7 @@ def test_the_model_beside_published_timings() -> None:
     assert max(abs(t.error) for t in near_the_bound) < 0.08
 
 
-def test_a_workload_takes_no_less_than_its_bytes() -> None:
+def test_modelled_times_are_at_least_the_time_of_the_bytes() -> None:
     for workload in WORKLOADS[::7]:
         for board in (BOARDS[USUAL[target]] for target in USUAL if workload.runs_on(target)):
             assert Bounds.of(workload).seconds(board, 1) >= memory_seconds(board, workload.least_bytes())

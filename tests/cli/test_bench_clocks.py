@@ -1,4 +1,4 @@
-"""How `weft bench` times: contenders in turn, and on a GPU (a stand-in here) graphs, copies of the inputs, a cold cache
+"""Timing in `weft bench`: contenders in turn, and on a GPU (a stand-in here) graphs, copies of the inputs, a cold cache
 and a backlog."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu")
 
 
 class Cuda:
-    """Stands for `torch.cuda`: notes what is queued. A graph notes its content once and replays take 1 ms a run."""
+    """Stand-in for `torch.cuda` that logs what is queued. A graph records once, and its replays take 1 ms per run."""
 
     def __init__(self, l2: int = 1000) -> None:
         self.l2, self.log, self.recording = l2, [], None
@@ -58,7 +58,7 @@ class Cuda:
         self.now += 1e-3 * runs
 
     def run(self) -> None:
-        """What a contender does."""
+        """Do the work of a contender."""
         if self.recording is not None:
             self.recording.runs += 1
         else:
@@ -99,10 +99,10 @@ def test_a_gpu_replays_graphs_behind_a_backlog_with_a_cold_cache() -> None:
     assert spans == pytest.approx({"weft": 2e-3, "eager": 2e-3})
 
 
-def test_times_are_of_one_copy_of_the_inputs() -> None:
+def test_times_are_per_copy_of_the_inputs() -> None:
     cuda = Cuda()
-    found, notes = timed(gpu(cuda), {"weft": [cuda.run] * 4}, 3)
-    assert found["weft"].p50 == pytest.approx(1.0)
+    times, notes = timed(gpu(cuda), {"weft": [cuda.run] * 4}, 3)
+    assert times["weft"].p50 == pytest.approx(1.0)
     assert not notes
 
 
@@ -113,7 +113,7 @@ def test_copies_are_larger_than_the_cache() -> None:
     assert clock.copies(0) == clock.MOST
 
 
-def test_what_no_graph_takes_is_called_and_noted() -> None:
+def test_calls_that_no_graph_takes_run_directly_with_a_note() -> None:
     cuda = Cuda()
 
     @contextmanager
@@ -122,14 +122,14 @@ def test_what_no_graph_takes_is_called_and_noted() -> None:
         yield
 
     cuda.graph = refuses  # type: ignore[method-assign]
-    found = gpu(cuda).ready([cuda.run, cuda.run])
-    assert found.note == "without a graph: operation not permitted"
+    ready = gpu(cuda).ready([cuda.run, cuda.run])
+    assert ready.note == "without a graph: operation not permitted"
     cuda.log.clear()
-    found.run()
+    ready.run()
     assert cuda.log == ["run", "run"]
 
 
-def test_memory_of_a_gpu_is_the_highest_above_what_was_there() -> None:
+def test_memory_of_a_gpu_is_the_peak_above_the_start() -> None:
     cuda = Cuda()
     held = {"now": 100, "most": 900}
     cuda.memory_allocated = lambda device: held["now"]  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_memory_of_a_gpu_is_the_highest_above_what_was_there() -> None:
 # ---- on a CPU ---------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_cpu_is_counted_at_its_highest() -> None:
+def test_memory_of_a_cpu_is_the_peak() -> None:
     x = torch.ones(1000, 1000)
 
     def run() -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_contenders_take_turns() -> None:
     assert "".join(seen) == "ab" * (3 + clocks.WARM_UP)
 
 
-def test_a_slow_contender_stops_when_it_has_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_contender_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "PATIENCE", 0.005)
     calls = {"slow": 0, "quick": 0}
 
@@ -179,14 +179,14 @@ def test_times_are_percentiles() -> None:
     assert Times.of([i / 1e3 for i in range(11)]) == Times(2.0, 5.0, 8.0)
 
 
-def test_pages_are_kept_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda what, value: told.append((what, value)))
+def test_pages_are_retained_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda what, value: options.append((what, value)))
     monkeypatch.setattr(clocks.ctypes, "CDLL", lambda name: library)
     with clocks.kept_pages():
-        assert told == [(-4, 0), (-1, -1)]
-    assert told[2:] == [(-4, 65536), (-1, 128 << 10)]
+        assert options == [(-4, 0), (-1, -1)]
+    assert options[2:] == [(-4, 65536), (-1, 128 << 10)]
 
 
-def test_ready_has_no_note_by_itself() -> None:
+def test_ready_has_no_note_by_default() -> None:
     assert CpuClock().ready([int]) == Ready(int)

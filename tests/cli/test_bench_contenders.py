@@ -1,5 +1,5 @@
-"""Who `weft bench` times beside Weft: chains of PyTorch and Liger's functions are run; those of TransformerEngine are
-stand-ins that take the documented arguments and nothing else."""
+"""Contenders of `weft bench`: PyTorch chains and Liger's functions are run; TransformerEngine's are stand-ins that
+accept only the documented arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import weft
 from weft.lab.bench.contenders import ENGINES, PEERS, Lacks, contender, difference
 from weft.lab.families import FAMILIES, WORKLOADS, Call, Workload, for_op
 
-ROWS = 128  # of whole blocks
+ROWS = 128  # a multiple of the blocks
 CHAINS = [key for family in FAMILIES for key in family.chains]
 
 
@@ -34,8 +34,8 @@ def small(op: str, options: str) -> tuple[Workload, Call]:
 def check(name: str, op: str, options: str) -> None:
     chosen, call = small(op, options)
     with torch.no_grad():
-        found = contender(name, chosen)(call)
-        assert difference(found.run(), found.truth()) is None
+        prepared = contender(name, chosen)(call)
+        assert difference(prepared.run(), prepared.truth()) is None
 
 
 @pytest.mark.parametrize(("op", "options"), [key for key in CHAINS if "experts" not in key[1]])
@@ -44,11 +44,11 @@ def test_chains_compute_what_the_op_computes(op: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["glu", "glu_backward"])
-def test_chains_of_experts_take_whole_blocks(op: str) -> None:
+def test_chains_of_experts_take_full_blocks(op: str) -> None:
     chosen, call = small(op, "1x128-both-experts")
     even = call.with_(ends=torch.tensor([ROWS], dtype=torch.int32), align=128)
-    found = contender("eager", chosen)(even)
-    assert difference(found.run(), found.truth()) is None
+    prepared = contender("eager", chosen)(even)
+    assert difference(prepared.run(), prepared.truth()) is None
 
 
 def test_a_reference_of_several_ops_is_not_compiled() -> None:
@@ -58,10 +58,10 @@ def test_a_reference_of_several_ops_is_not_compiled() -> None:
         contender("compile", chosen)(twice)
 
 
-# ---- right or wrong ---------------------------------------------------------------------------------------
+# ---- comparing results ------------------------------------------------------------------------------------
 
 
-def test_roundings_are_no_difference() -> None:
+def test_roundings_do_not_count_as_a_difference() -> None:
     truth = torch.randn(64, 64)
     assert difference(truth.bfloat16(), truth) is None
     assert difference((truth,), [truth]) is None
@@ -69,7 +69,7 @@ def test_roundings_are_no_difference() -> None:
     assert difference(weft.quantize(truth * 1.0001, "1x128"), q) is None
 
 
-def test_what_is_wrong_differs() -> None:
+def test_wrong_results_differ() -> None:
     truth = torch.randn(64, 64)
     for wrong in (
         torch.zeros(64, 64),
@@ -95,20 +95,20 @@ def test_liger_computes_the_same(op: str, options: str) -> None:
     check("liger", op, options)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_libraries_are_reported() -> None:
     with pytest.raises(Lacks, match="TransformerEngine is not installed"):
         contender("te", for_op("norm")[0])
     chosen, call = small("matmul", "fp8-blocks")
     with pytest.raises(Lacks, match="lacks an installation"):
         contender("deepgemm", chosen)(call)
-    with pytest.raises(Lacks, match="FlashAttention is not behind engine= of matmul"):
+    with pytest.raises(Lacks, match="FlashAttention is not an engine of matmul"):
         contender("fa", chosen)
     chosen, call = small("attention", "causal")
     with pytest.raises(Lacks, match=r"fa4.*fa3.*fa2"):
         contender("fa", chosen)(call)
 
 
-def test_libraries_behind_an_engine_are_insisted_on() -> None:
+def test_libraries_behind_an_engine_are_required() -> None:
     chosen, call = small("matmul", "bf16")
     with weft.record_engines() as used:
         contender("torch", chosen)(call).run()
@@ -116,7 +116,7 @@ def test_libraries_behind_an_engine_are_insisted_on() -> None:
     assert set(ENGINES["fa"].names) <= {"fa2", "fa3", "fa4"}
 
 
-def test_a_peer_without_the_options_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_the_options_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(Lacks, match="TransformerEngine has no rope with the options last-third"):
         contender("te", for_op("rope")[0])
@@ -170,7 +170,7 @@ class DotProductAttention:
         self.causal = attn_mask_type == "causal"
 
     def __call__(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
-        """[b, s, h, d] -> [b, s, h * d]."""
+        """Attend: [b, s, h, d] -> [b, s, h * d]."""
         assert query_layer.shape[2:] == (self.heads, self.dim)
         assert key_layer.shape[2] == self.groups
         q, k, v = (x.transpose(1, 2) for x in (query_layer, key_layer, value_layer))
@@ -202,7 +202,7 @@ def mx_quantizer(fp8_dtype: str, *, rowwise: bool = True, columnwise: bool = Tru
 def parallel_cross_entropy(
     inp: Tensor, target: Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False, group: Any = None
 ) -> Tensor:
-    """[b, s, v] and [b, s]."""
+    """Compute the loss of logits [b, s, v] and targets [b, s]."""
     reduction = "mean" if reduce_loss else "none"
     return F.cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), label_smoothing=label_smoothing, reduction=reduction

@@ -1,4 +1,4 @@
-"""The command line. `weft doctor` is run on machines that lack one thing each, made of this one."""
+"""Command line. `weft doctor` runs on machines derived from this one, each lacking one thing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def doctor_without(
     forks: Forks | None = None,
     **environment: str,
 ) -> Any:
-    """In a process of its own; in a fork if nothing differs while Weft is imported."""
+    """Run the doctor in a process of its own; in a fork if nothing differs while Weft is imported."""
     if forks is not None:
         assert not missing
         return forks.run("-m", "weft", *argv, **environment)
@@ -71,7 +71,7 @@ def facts(report: dict[str, Any]) -> dict[str, str]:
 
 
 def to_do(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Advice that is not optional: which packages a machine has besides differs."""
+    """Return the advice that is not optional; optional packages differ between machines."""
     return [advice for advice in report["advice"] if not advice["optional"]]
 
 
@@ -91,17 +91,17 @@ def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
-def test_module_and_script_say_the_same(forks: Forks) -> None:
+def test_module_and_script_agree(forks: Forks) -> None:
     command = [sys.executable, "-m", "weft", "--version"]
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
         == f"weft {weft.__version__}\n"
     )
-    # A command is required, and a wrong one is refused.
+    # A command is required, and an unknown one is refused.
     assert forks.run("-m", "weft").returncode == 2
 
 
-def test_without_triton() -> None:
+def test_a_machine_without_triton_is_healthy() -> None:
     code, report = report_without("triton", "triton_loom")
     assert code == 0
     assert facts(report)["Triton"] == "not installed"
@@ -110,7 +110,7 @@ def test_without_triton() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_without_loom() -> None:
+def test_a_machine_without_loom_is_healthy() -> None:
     code, report = report_without("triton_loom")
     assert code == 0
     assert facts(report)["Loom"] == "not installed"
@@ -121,8 +121,8 @@ def test_without_loom() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_without_compiler(tmp_path: Path, forks: Forks) -> None:
-    """Ops run in plain PyTorch, which is what it says; Loom is there and does not work."""
+def test_a_missing_compiler_is_reported(tmp_path: Path, forks: Forks) -> None:
+    """Ops run in plain PyTorch, and the doctor says so; Loom is present but does not work."""
     code, report = report_without(forks=forks, PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert code == 1
     assert facts(report)["C++ compiler"] == toolchain.NO_COMPILER
@@ -139,7 +139,7 @@ def test_without_compiler(tmp_path: Path, forks: Forks) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_a_compiler_that_is_not_where_cxx_says(forks: Forks) -> None:
+def test_a_wrong_cxx_is_reported(forks: Forks) -> None:
     code, report = report_without(forks=forks, CXX="/nonexistent/c++ -O1")
     assert code == 1
     assert facts(report)["C++ compiler"].startswith("CXX=/nonexistent/c++ -O1 names no program")
@@ -148,11 +148,11 @@ def test_a_compiler_that_is_not_where_cxx_says(forks: Forks) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_a_compiler_that_fails(tmp_path: Path, forks: Forks) -> None:
-    """All that it says is shown, also on a narrow screen."""
+def test_a_failing_compiler_is_reported_with_its_output(tmp_path: Path, forks: Forks) -> None:
+    """All of its output is shown, even on a narrow screen."""
     broken = tmp_path / "my-compiler"
     broken.write_text(
-        "#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do echo line $i of 9: no licence >&2; done; exit 1\n"
+        "#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do echo line $i of 9: no license >&2; done; exit 1\n"
     )
     broken.chmod(0o755)
     environment = {"CXX": str(broken), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "80"}
@@ -163,11 +163,11 @@ def test_a_compiler_that_fails(tmp_path: Path, forks: Forks) -> None:
             "BuildError: the C++ compiler does not work: it rejects an empty file\n"
         )
         assert "-std=c++17" in check["error"]
-        assert check["error"].endswith("line 8 of 9: no licence\nline 9 of 9: no licence")
+        assert check["error"].endswith("line 8 of 9: no license\nline 9 of 9: no license")
     (advice,) = to_do(report)
     assert advice["what"].startswith("The C++ compiler does not build kernels")
     shown = doctor_without(argv=("doctor",), forks=forks, **environment).stdout
-    assert all(f"line {i} of 9: no licence" in shown for i in range(1, 10))
+    assert all(f"line {i} of 9: no license" in shown for i in range(1, 10))
 
 
 @pytest.mark.parametrize(
@@ -184,22 +184,22 @@ def test_a_compiler_that_fails(tmp_path: Path, forks: Forks) -> None:
     ],
     ids=["index", "wheel", "directory", "directory-gone", "git"],
 )
-def test_how_loom_is_installed_beside_an_installed_weft(
+def test_loom_is_installed_from_the_source_of_weft(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, origin: dict[str, Any] | None, command: str
 ) -> None:
-    """From where Weft came from, as pip noted it."""
+    """The source is where Weft came from, as pip recorded it."""
     checkout = tmp_path / "a checkout"
     (checkout / "loom").mkdir(parents=True)
     (checkout / "loom" / "pyproject.toml").touch()
-    noted = json.dumps(origin).replace('{}"', f'{quote(str(checkout))}"') if origin else None
-    found = SimpleNamespace(read_text=lambda name: noted if name == "direct_url.json" else None)
-    monkeypatch.setattr(loom.metadata, "distribution", lambda name: found)
+    direct_url = json.dumps(origin).replace('{}"', f'{quote(str(checkout))}"') if origin else None
+    distribution = SimpleNamespace(read_text=lambda name: direct_url if name == "direct_url.json" else None)
+    monkeypatch.setattr(loom.metadata, "distribution", lambda name: distribution)
     monkeypatch.setattr(loom, "__file__", str(tmp_path / "site-packages" / "weft" / "runtime" / "loom.py"))
     assert loom.install_command() == command.format(checkout)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="Triton has a GPU's driver")
-def test_cache_that_cannot_be_written(tmp_path: Path, forks: Forks) -> None:
+def test_an_unwritable_cache_is_reported(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "file").touch()  # a directory without permission would not stop root
     code, report = report_without(forks=forks, TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert code == 1
@@ -207,7 +207,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path, forks: Forks) -> None:
     assert "TRITON_CACHE_DIR" in to_do(report)[0]["command"]
 
 
-def test_cache_that_others_can_write(tmp_path: Path, forks: Forks) -> None:
+def test_a_cache_that_others_can_write_is_reported(tmp_path: Path, forks: Forks) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
@@ -224,14 +224,14 @@ def test_forbidden_compilation_is_explained(forks: Forks) -> None:
     assert report["environment"]["WEFT_NO_JIT"] == "1"
 
 
-def test_interpreter_is_explained() -> None:
+def test_the_interpreter_is_explained() -> None:
     code, report = report_without(TRITON_INTERPRET="1")
     assert code == 0
     assert report["devices"][0]["runs"] == "reference (PyTorch)"
     assert [advice["command"] for advice in to_do(report)] == ["unset TRITON_INTERPRET"]
 
 
-def test_only_telling_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_relevant_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("CXX", "g++")
     environment = doctor.examine().environment
@@ -239,7 +239,7 @@ def test_only_telling_variables_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert "hunter2" not in environment.values()
 
 
-def test_a_broken_question_leaves_the_others_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_question_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(report: doctor.Report) -> None:
         raise RuntimeError("no such thing")
 
@@ -252,14 +252,14 @@ def test_a_broken_question_leaves_the_others_standing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "quantize"])
-def test_self_test_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    right = getattr(doctor, op)
+def test_the_self_test_detects_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    original = getattr(doctor, op)
 
     def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         changed = x.clone()
         changed[100, 200] *= 1.25
-        served = doctor.launch_device() == "cpu"  # the reference that it is compared with stays right
-        return right(changed if served and chosen() != "reference" else x, *args, **kwargs)
+        is_kernel = doctor.launch_device() == "cpu"  # the reference stays correct
+        return original(changed if is_kernel and chosen() != "reference" else x, *args, **kwargs)
 
     monkeypatch.setattr(doctor, op, wrong)
     report = doctor.examine()
@@ -271,8 +271,8 @@ def test_self_test_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch, op: s
         assert not report.healthy
 
 
-def test_gpus_are_shown_with_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be pretended: the self-tests on GPUs that are not there have to fail, not raise."""
+def test_gpus_are_shown_with_their_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs are simulated: the self-tests on them must fail, not raise."""
     names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA L4", 2: "Tesla T4"}
     targets = {0: "sm_90", 1: "sm_89"}
 
@@ -306,7 +306,7 @@ def test_gpus_are_shown_with_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_fits_the_screen(width: int) -> None:
+def test_the_report_fits_the_screen(width: int) -> None:
     text = shown(doctor.examine(), width)
     assert max(map(len, text.splitlines())) <= width
     assert len(text.splitlines()) < 40
@@ -325,13 +325,13 @@ def shown(report: doctor.Report, width: int) -> str:
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.number}")
-def test_published_row_is_its_workload(row: Published) -> None:
-    """It moves what the published shapes say; lists of a token's experts are shorter than the map of the original."""
-    least = row.find().least_bytes() / 1e6
-    assert 0.95 * row.megabytes < least < 1.01 * row.megabytes
+def test_a_published_row_matches_its_workload(row: Published) -> None:
+    """The workload moves the bytes of the published shapes; expert lists are shorter than the original map."""
+    minimum_mb = row.find().least_bytes() / 1e6
+    assert 0.95 * row.megabytes < minimum_mb < 1.01 * row.megabytes
 
 
-def test_published_prints_what_was_counted_and_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_prints_counted_and_compiled_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "published", "router product, b", "--most", "4", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["number"] == 5

@@ -1,4 +1,4 @@
-"""`weft report evidence`: reports as Markdown, and pages that are in step with them."""
+"""`weft report evidence`: reports as Markdown, and pages that agree with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| bundle | 8 | 1.5 | 2.0 | 2.5 | 0 | 1.5 |" in capsys.readouterr().out
 
 
-def test_a_page_is_renewed_and_then_stays(tmp_path: Path) -> None:
+def test_a_page_is_updated_once(tmp_path: Path) -> None:
     saved(tmp_path, COLD)
     page = tmp_path / "page.md"
     page.write_text(PAGE)
@@ -54,7 +54,7 @@ def test_a_page_is_renewed_and_then_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("report", [[], {"report": "of nobody"}, {}])
-def test_what_is_no_report_is_refused(
+def test_files_that_are_not_reports_are_refused(
     report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "evidence", str(saved(tmp_path, report))]) == 2
@@ -63,12 +63,12 @@ def test_what_is_no_report_is_refused(
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
-def test_pages_show_what_the_reports_say(page: Path) -> None:
-    assert renewed(page) == page.read_text(), f"weft report evidence {page.relative_to(DOCS.parent)} mends it"
+def test_pages_agree_with_their_reports(page: Path) -> None:
+    assert renewed(page) == page.read_text(), f"weft report evidence {page.relative_to(DOCS.parent)} fixes it"
 
 
 def test_every_report_is_shown() -> None:
-    """A report that no page names is evidence of nothing."""
+    """A report that no page names would be evidence of nothing."""
     pages = "".join(page.read_text() for page in DOCS.rglob("*.md"))
     for file in (DOCS / "runs").glob("*.json"):
         report = json.loads(file.read_text())

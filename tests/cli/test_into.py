@@ -1,4 +1,4 @@
-"""`--into`: a new op's evidence goes into the recorded one, and what is there stays."""
+"""`--into`: evidence for a new op is merged into the recorded evidence, and existing evidence stays."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_traffic_goes_into_its_line_or_to_the_end_of_the_table(tmp_path: Path) -> None:
+def test_traffic_replaces_its_line_or_extends_the_table(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     name = "row_map:linghe/routing:plain:8192"
     rule = "|---|" + "---:|" * 8 + "---|"
-    kept = "| `other:x/y:plain:1` | 1 |"
+    other_line = "| `other:x/y:plain:1` | 1 |"
     page.write_text(
-        f"# Page\n\n{HEADING}\n{rule}\n| `{name}` | old |\n{kept}\n\nAfter.\n\n| `{name}` | no |\n"
+        f"# Page\n\n{HEADING}\n{rule}\n| `{name}` | old |\n{other_line}\n\nAfter.\n\n| `{name}` | no |\n"
     )
     assert main(["report", "traffic", name, "--into", str(page)]) == 0
     line = list(markdown([count_traffic(for_op("row_map")[0], 8192, "sm_90")]))[2]
     assert line.startswith(f"| `{name}` |")
-    after = f"{kept}\n\nAfter.\n\n| `{name}` | no |\n"
+    after = f"{other_line}\n\nAfter.\n\n| `{name}` | no |\n"
     assert page.read_text() == f"# Page\n\n{HEADING}\n{rule}\n{line}\n{after}"
     page.write_text(f"{HEADING}\n{rule}\n{after}")
     assert main(["report", "traffic", name, "--into", str(page)]) == 0
-    assert page.read_text() == f"{HEADING}\n{rule}\n" + after.replace(kept, f"{kept}\n{line}", 1)
+    assert page.read_text() == f"{HEADING}\n{rule}\n" + after.replace(other_line, f"{other_line}\n{line}", 1)
 
 
 def test_traffic_refuses_a_page_without_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def report(**changes: Any) -> dict[str, Any]:
     return {"report": "weft prove", "schema": 1, **facts, "workloads": answers, **changes}
 
 
-def test_answers_take_the_place_of_those_for_the_same_workloads() -> None:
+def test_answers_replace_those_for_the_same_workloads() -> None:
     newer = [{"workload": name, "seconds": 2.0, "verdict": "unknown"} for name in ("b", "c")]
     result = merged(report(), report(workloads=newer, seconds=9.0, date="new"))
     assert [(each["workload"], each["verdict"]) for each in result["workloads"]] == [
@@ -75,10 +75,10 @@ def test_answers_take_the_place_of_those_for_the_same_workloads() -> None:
         ({"regions": 64}, "has regions 64, this run 1"),
     ],
 )
-def test_prove_refuses_a_report_of_something_else(
+def test_prove_refuses_a_report_of_another_kind(
     changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A merged report would say of old answers that they are of this version, target and number of regions."""
+    """A merged report would attribute old answers to this version, target and number of regions."""
     pytest.importorskip("z3")
     file = tmp_path / "prove.json"
     file.write_text(json.dumps(report(**changes)))

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: each is refused in words, before any work, with what to type instead."""
+"""Mistakes on the command line: each is refused with a reason, before any work, and with what to type instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.cli.screen import Steps
 from weft.lab.commands import chosen
 from weft.lab.families import WORKLOADS, for_op
 
-# Every command that takes `--op`, with what else it has to be told.
+# Every command that takes `--op`, with its other required arguments.
 WITH_OP = {
     "verify": ["verify"],
     "prove": ["prove"],
@@ -35,7 +35,7 @@ WITH_FILTER = {"traffic": ["report", "traffic"], "published": ["report", "publis
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command says that is refused; argparse has an exit of its own."""
+    """Return the message of a command that is refused; argparse exits by itself."""
     try:
         code = main(argv)
     except SystemExit as end:
@@ -58,7 +58,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("linear_cross_entropy", ["linear_logprobs_backward", "linear_statistics", "linear_logprobs"]),
     ],
 )
-def test_public_names_stand_for_the_ops_they_are_made_of(name: str, ops: list[str]) -> None:
+def test_public_names_stand_for_the_ops_they_call(name: str, ops: list[str]) -> None:
     assert names.ops_named(name) == ops
 
 
@@ -66,7 +66,7 @@ def test_public_names_stand_for_the_ops_they_are_made_of(name: str, ops: list[st
 def test_every_command_takes_the_public_name_of_an_op(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--op rms_norm` is understood: what is refused is the workload, of which the message says whose it is."""
+    """`--op rms_norm` is understood: the refusal concerns the workload, and its message names the ops."""
     said = refused([*WITH_OP[command], "--op", "rms_norm", "--workload", "zzz"], capsys)
     assert said.startswith("no workload of norm_backward, norm has 'zzz' in its name")
 
@@ -89,13 +89,13 @@ def test_an_op_like_no_other_is_refused_with_the_public_names_on_short_lines(
     assert max(map(len, said.splitlines())) <= 100
 
 
-def test_a_function_without_kernels_is_no_op(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_without_kernels_is_not_an_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert "weft.merge_attention has no kernels" in refused(["audit", "--op", "merge_attention"], capsys)
 
 
 @pytest.mark.parametrize("command", {**WITH_OP, **WITH_FILTER})
-def test_a_workload_that_is_none_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`weft report traffic zzz` printed an empty table, and its exit code was that of success."""
+def test_an_unknown_workload_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown workload must not yield an empty table with the exit code of success."""
     if command in WITH_FILTER:
         said = refused([*WITH_FILTER[command], "zzz"], capsys)
     else:
@@ -108,13 +108,13 @@ def test_a_workload_that_is_none_is_refused(command: str, capsys: pytest.Capture
     ("text", "near"),
     [("lamma3-8b", "llama3-8b"), ("deepseek_v3", "deepseek-v3"), ("norm_backwards", "norm_backward")],
 )
-def test_a_misspelt_workload_is_refused_with_the_nearest(text: str, near: str) -> None:
+def test_a_misspelled_workload_is_refused_with_the_nearest(text: str, near: str) -> None:
     with pytest.raises(screen.Refused, match=f"Did you mean .*'{near}'"):
         chosen.workloads_named([text])
 
 
-def test_two_workloads_are_both_taken() -> None:
-    """The last one alone was."""
+def test_repeated_workload_options_accumulate() -> None:
+    """Every `--workload` counts, not just the last one."""
     first, second = for_op("rope")[0], for_op("norm")[0]
     assert set(chosen.workloads_named([str(first), str(second)])) == {first, second}
     assert set(chosen.workloads_named(["llama3-8b", "deepseek-v3"])) == {
@@ -124,16 +124,16 @@ def test_two_workloads_are_both_taken() -> None:
         chosen.workloads_named(["llama3-8b", "zzz"])
 
 
-def test_a_whole_name_is_one_workload() -> None:
-    """Also if it is a part of another name, as norm is of gated_norm and 8 of 8192."""
+def test_a_full_name_selects_one_workload() -> None:
+    """A full name is one workload even if it is part of another, as norm is of gated_norm and 8 of 8192."""
     every = [str(workload) for workload in WORKLOADS]
-    inside = [name for name in every if any(name in other and name != other for other in every)]
-    assert inside, "no name is in another"
-    for name in inside:
+    contained = [name for name in every if any(name in other and name != other for other in every)]
+    assert contained, "no name contains another"
+    for name in contained:
         assert [str(workload) for workload in chosen.workloads_named([name])] == [name]
 
 
-def test_a_filter_takes_public_names() -> None:
+def test_filters_accept_public_names() -> None:
     ops = {workload.op for workload in chosen.workloads_named(["rms_norm"])}
     assert ops == {"norm", "norm_backward"}
 
@@ -149,8 +149,8 @@ def test_a_filter_takes_public_names() -> None:
         (["bench", "--most", "-1"], "argument --most: must be above 0 and finite; got -1"),
         (["bench", "--against", "eagre"], "there is no contender 'eagre'. Did you mean 'eager'"),
         (["bench", "--device", "gpu"], "gpu"),
-        (["bench", "plot", "{0}/report.json", "{0}/x.txt"], "a picture is a file .pdf, .png, .svg"),
-        (["bench", "--plot", "{0}/x.txt"], "a picture is a file .pdf, .png, .svg"),
+        (["bench", "plot", "{0}/report.json", "{0}/x.txt"], "a picture must end in .pdf, .png, .svg"),
+        (["bench", "--plot", "{0}/x.txt"], "a picture must end in .pdf, .png, .svg"),
         (["tune", "--most", "nan"], "argument --most: must be above 0 and finite; got nan"),
         (["tune", "--device", "mps"], "Weft has no kernels for mps"),
         (["audit", "--workers", "0"], "argument --workers: must be at least 1; got 0"),
@@ -171,20 +171,20 @@ def test_a_filter_takes_public_names() -> None:
         (["report", "evidence", "{0}/list.json"], "{0}/list.json is no report of Weft's"),
         (["report", "evidence", "/nonexistent.md"], "/nonexistent.md: No such file or directory"),
         (["prove", "--against", "{0}/old.json"], "old.json is a report of `weft bench`, which is not read here"),
-        (["verify", "rms_norm"], "unrecognized arguments: rms_norm: ops are named by `--op rms_norm`"),
+        (["verify", "rms_norm"], "unrecognized arguments: rms_norm: select an op with `--op rms_norm`"),
         (["doctor", "norm"], "unrecognized arguments: norm\n"),
         (["audit", "--opp"], "unrecognized arguments: --opp"),
         (["verify", "--check", "acuracy"], "there is no check 'acuracy'. Did you mean 'accuracy'?"),
     ],
 )  # fmt: skip
-def test_a_value_that_makes_no_sense_is_refused(
+def test_invalid_values_are_refused(
     argv: list[str],
     said: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.lab.bench.require", lambda command: None)  # whether or not there is matplotlib
+    monkeypatch.setattr("weft.lab.bench.require", lambda command: None)  # matplotlib may be missing
     for name, text in (
         ("text", "not JSON"),
         ("list", "[]"),
@@ -197,25 +197,25 @@ def test_a_value_that_makes_no_sense_is_refused(
 
 @pytest.mark.parametrize("option", ["--out", "--plot"])
 @pytest.mark.parametrize("command", WITH_OP)
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+def test_an_unwritable_file_is_refused_before_the_work(
     command: str, option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`weft verify --out` failed after all the work."""
+    """The refusal comes before the work, not after it."""
     argv = [argument for argument in WITH_OP[command] if argument not in ("--out", os.devnull)]
     if option == "--plot" and command not in ("bench", "bench rows", "audit"):
         pytest.skip("the command draws nothing")
     (tmp_path / "file").touch()
     for path, said in (
-        ("/nonexistent/x.svg", f"argument {option}: there is no directory /nonexistent; create it first"),
+        ("/nonexistent/x.svg", f"argument {option}: directory /nonexistent does not exist; create it first"),
         (str(tmp_path), f"argument {option}: {tmp_path} is a directory; name a file"),
-        (f"{tmp_path}/file/x.svg", f"there is no directory {tmp_path}/file"),
+        (f"{tmp_path}/file/x.svg", f"directory {tmp_path}/file does not exist"),
         ("/proc/x.svg", "/proc/x.svg cannot be written"),
     ):
         assert said in refused([*argv, option, path], capsys)
     assert not list(tmp_path.glob("*.svg"))
 
 
-def test_a_file_that_can_be_written_is_left_alone_until_the_end(tmp_path: Path) -> None:
+def test_a_writable_file_is_untouched_until_the_end(tmp_path: Path) -> None:
     from weft.cli.arguments import output_file
 
     (old := tmp_path / "old.json").write_text("{}")
@@ -242,13 +242,13 @@ raise SystemExit(weft.cli.main(["doctor"]))
 
 
 def interrupted(command: list[str], after: str = "", seconds: float = 0.0) -> tuple[int, str, float]:
-    """Interrupt a command once it has printed something, or some time after its start: its exit code, what it said on
-    stderr, and how long it took to end. Its processes are found by a variable, and none may be left."""
+    """Interrupt a command once it has printed something, or some time after its start, and return its exit code, stderr
+    and the time it took to end. Its processes are identified by a variable, and none may remain."""
     mark = f"interrupted-{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "WEFT_QUIET": "1", "WEFT_TEST_MARK": mark, "WEFT_CHOICES": tempfile.gettempdir()},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )  # fmt: skip
     assert process.stdout is not None
     if after:
@@ -258,28 +258,28 @@ def interrupted(command: list[str], after: str = "", seconds: float = 0.0) -> tu
     begin = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
-    took = time.monotonic() - begin
+    duration = time.monotonic() - begin
     deadline = time.monotonic() + 5
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (remaining := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in left:
+    for pid in remaining:
         os.kill(pid, signal.SIGKILL)
-    assert not left, "processes of the command are left"
-    return process.returncode, said, took
+    assert not remaining, "processes of the command remain"
+    return process.returncode, said, duration
 
 
 def marked(mark: str) -> list[int]:
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (
                 mark.encode() in (entry / "environ").read_bytes()
                 and "Z" not in (entry / "stat").read_text().split()[2]
             ):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def marked(mark: str) -> list[int]:
     ids=["python", "c", "thread"],
 )
 def test_ctrl_c_ends_a_command_in_one_line(stuck: str) -> None:
-    """Also one that computes outside of Python, or that has a thread which Python waits for at its end. A person waits
-    a second; the limit here is that of a busy machine."""
+    """Commands also end that compute outside Python, or have a thread that Python waits for on exit. Users wait a
+    second; the limit here suits a busy machine."""
     code, said, took = interrupted([sys.executable, "-c", STUCK.format(stuck=stuck)], after="begun\n")
     assert (code, said) == (130, "interrupted\n")
     assert took < 10
@@ -327,10 +327,10 @@ def test_ctrl_c_ends_every_command_with_its_workers(argv: list[str], seconds: fl
 # ---- progress -----------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_in_lines_where_there_is_no_terminal(
+def test_progress_is_printed_in_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`weft prove` printed nothing for a quarter of an hour in a log."""
+    """A log must show that a long command is alive."""
     monkeypatch.delenv("WEFT_QUIET", raising=False)
     monkeypatch.setattr(Steps, "FIRST", 0.05)
     monkeypatch.setattr(Steps, "LONGEST", 0.05)
@@ -345,7 +345,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
     assert re.fullmatch(r"(weft: 1 of 3 done, 0 s: 1 failed, norm: accuracy\n)+", said)
 
 
-def test_progress_is_quiet_if_it_has_to_be(
+def test_progress_is_quiet_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WEFT_QUIET", "1")
@@ -355,7 +355,7 @@ def test_progress_is_quiet_if_it_has_to_be(
     assert capsys.readouterr().err == ""
 
 
-def test_what_ends_soon_says_nothing(
+def test_short_commands_print_no_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WEFT_QUIET", raising=False)
@@ -374,9 +374,9 @@ def test_a_long_text_leaves_the_bar_on_one_line(monkeypatch: pytest.MonkeyPatch)
         assert steps._bar is not None
         steps._bar.refresh()
     frames = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()).replace("\r", "\n").splitlines()
-    told = [line for line in frames if "qkv" in line]
-    assert told
-    for line in told:
+    bar_lines = [line for line in frames if "qkv" in line]
+    assert bar_lines
+    for line in bar_lines:
         assert len(line) <= 80
         assert "1/3" in line or "0/3" in line
 
@@ -395,7 +395,7 @@ def shown(figures: Figures, width: int) -> list[str]:
 @pytest.mark.parametrize(
     "names", [("op", "cross_entropy_statistics"), ("workload", "qkv_prepare:linghe/qkv:half:8192")]
 )
-def test_tables_fold_no_name_and_cut_no_figure(width: int, names: tuple[str, str]) -> None:
+def test_tables_neither_fold_names_nor_cut_figures(width: int, names: tuple[str, str]) -> None:
     headings = [f"heading {number}" for number in range(9)]
     figures = [f"{number}1.234" for number in range(9)]
     lines = shown(Figures([[names[0], *headings], [names[1], *figures]]), width)
@@ -407,7 +407,7 @@ def test_tables_fold_no_name_and_cut_no_figure(width: int, names: tuple[str, str
     assert (len(lines) == 2) == (width == 200)
 
 
-def test_a_figure_stands_below_its_heading() -> None:
+def test_figures_align_with_their_headings() -> None:
     for name in ("a", "b" * 40):
         lines = shown(Figures([["name", "first", "second"], [name, "1", "22"]]), 44)
         above, below = (line for line in lines if "first" in line or "22" in line)
@@ -415,8 +415,8 @@ def test_a_figure_stands_below_its_heading() -> None:
         assert below.endswith("22")
 
 
-def test_every_command_shows_its_figures_by_that_table() -> None:
-    """Tables of rich fold names and cut figures in a narrow terminal; the doctor's alone has words in its columns."""
+def test_every_command_uses_this_table_for_figures() -> None:
+    """Tables of rich fold names and cut figures in a narrow terminal; only the doctor has words in its columns."""
     package = Path(screen.__file__).parent
     users = {
         path.name for path in package.rglob("*.py") if re.search(r"plain_table\(|Table\(", path.read_text())
@@ -424,8 +424,8 @@ def test_every_command_shows_its_figures_by_that_table() -> None:
     assert users == {"screen.py", "doctor.py"}
 
 
-def test_interrupts_are_heard_in_the_main_thread_alone() -> None:
-    """Where a program calls `main` on another thread, the signal stays its own."""
+def test_interrupts_are_handled_only_in_the_main_thread() -> None:
+    """If a program calls `main` on another thread, the signal stays its own."""
     import threading
 
     codes: list[int] = []

@@ -1,4 +1,4 @@
-"""Packages that commands need: without one a command is refused in one line, and `weft doctor` says the same."""
+"""Packages that commands need: without one a command is refused in one line, and `weft doctor` agrees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.absent import without
 from weft.cli import doctor, main
 from weft.cli.needs import PACKAGES, Package
 
-# The least that each command can be asked for.
+# The smallest request to each command.
 COMMANDS = {
     "weft verify": ["verify", "--op", "dequantize", "--quick"],
     "weft prove": ["prove", "--op", "dequantize"],
@@ -55,7 +55,7 @@ def test_a_command_without_a_package_that_it_needs_is_refused_in_one_line(
     assert said.count("\n") == 1
     assert package.name in said
     assert package.install() in said
-    # What a command refuses to run without, the doctor advises to install, with the same words.
+    # If a command refuses to run without a package, the doctor advises installing it, in the same words.
     (advice,) = [each for each in doctor.examine().advice if each.command == package.install()]
     assert package.name in advice.what
     assert not advice.broken
@@ -69,7 +69,7 @@ def test_every_command_that_needs_a_package_is_tried() -> None:
 @pytest.mark.parametrize("module", ["triton_loom", "numpy", "z3", "matplotlib"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_without_a_package_works_or_is_refused(command: str, module: str, tmp_path: Path) -> None:
-    """None ends in a traceback: the list of what commands need is complete."""
+    """No command ends in a traceback: the list of what commands need is complete."""
     argv = [argument.format(tmp_path) for argument in COMMANDS[command]]
     code = without((module,), f"from weft.cli import main\nraise SystemExit(main({argv!r}))\n")
     done = subprocess.run(

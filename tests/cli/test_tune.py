@@ -1,4 +1,4 @@
-"""`weft tune`: which candidates are refused, which are kept, and what is written."""
+"""`weft tune`: candidates that are refused, candidates that win, and the file written."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ SMALL = ("--op", "dequantize", "--most", "0.05")
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> list[int]:
-    """Times are as given for a candidate's tile, named tile_512; others take 10."""
+    """Replace timing by the given milliseconds for a candidate's tile, named tile_512; others take 10."""
     sizes: list[int] = []
 
     def times(candidates: Sequence[Candidate], call: Call) -> list[Times]:
         sizes.append(len(candidates))
-        taken = [milliseconds.get(f"tile_{each.fields['tile']}", 10.0) for each in candidates]
-        return [Times(0.99 * each, each, 1.01 * each) for each in taken]
+        durations = [milliseconds.get(f"tile_{each.fields['tile']}", 10.0) for each in candidates]
+        return [Times(0.99 * each, each, 1.01 * each) for each in durations]
 
     monkeypatch.setattr(tune, "_times", times)
     return sizes
 
 
-def test_a_run_on_this_cpu(
+def test_tuning_runs_on_this_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing stands in for anything: candidates are built, judged and timed."""
+    """Without stand-ins: candidates are built, judged and timed."""
     monkeypatch.setattr(tune, "ROUNDS", 5)
     out = tmp_path / "choices.json"
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
@@ -58,7 +58,9 @@ def test_a_run_on_this_cpu(
     assert "0 of 1 choices" in said or "1 of 1 choices" in said
 
 
-def test_the_faster_is_kept_and_walked_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_candidate_wins_and_the_search_continues_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = taking(monkeypatch, tile_512=8.0, tile_256=6.0)
     out = tmp_path / "choices.json"
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
@@ -67,14 +69,14 @@ def test_the_faster_is_kept_and_walked_on_from(tmp_path: Path, monkeypatch: pyte
     assert entry["instead_of"]["tile"] == 1024
     assert entry["gain"] == pytest.approx(10 / 6, rel=1e-3)
     assert (entry["how"], entry["workload"]) == ("measured", str(WORKLOAD))
-    assert sizes[-1] == 2, "the best was not timed once more against the default alone"
-    # Another run, in which nothing is faster, takes the entry out again.
+    assert sizes[-1] == 2, "the best was not timed again against only the default"
+    # Another run in which nothing is faster removes the entry.
     taking(monkeypatch, tile_512=9.8)
     assert main(["tune", *SMALL, "--out", str(out)]) == 0
     assert read(out)[1] == {}
 
 
-def test_one_that_fails_a_check_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_fails_a_check_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.lab import tuning
 
     taking(monkeypatch, tile_512=5.0)
@@ -91,8 +93,8 @@ def test_one_that_fails_a_check_is_not_kept(tmp_path: Path, monkeypatch: pytest.
 # ---- judging ----------------------------------------------------------------------------------------------
 
 
-def test_other_bits_are_refused_where_they_are_promised() -> None:
-    """A sum in another order: a number may differ in its last bit, but not the scales and codes that are made of it."""
+def test_other_bits_are_refused_if_bits_are_promised() -> None:
+    """A reordered sum may differ in its last bit, but the scales and codes derived from it may not."""
     x = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1))
     workload = for_op("multi_tensor_reduce")[0]
 
@@ -119,8 +121,8 @@ def test_a_wrong_candidate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     default = default_of(KEY, CPU)
     wanted = returned(call)
     assert why_not(default, WORKLOAD, call, wanted) == ""
-    wrong = {name: value.roll(1, 0) for name, value in wanted.items()}
-    assert "far from the default's" in why_not(default, WORKLOAD, call, wrong)
+    rolled = {name: value.roll(1, 0) for name, value in wanted.items()}
+    assert "far from the default's" in why_not(default, WORKLOAD, call, rolled)
     impossible = Candidate.of(KEY, default.config._replace(tile=128, rows=3), CPU)
     assert why_not(impossible, WORKLOAD, call, wanted), "tiles of three rows cannot be compiled"
 
@@ -143,18 +145,18 @@ def test_candidates_are_near_and_within_limits() -> None:
 GOOD = Binary("sm_90", 40, 0, 0, 0, {128: 64}, {128: 64}, False, (), 0.1, Counter({"LDG.E.128": 64}))
 
 
-def test_a_target_is_modelled_and_what_spills_is_dropped(
+def test_a_target_is_modelled_and_spilling_candidates_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is compiled: with two warps there are spills, with eight there is more under way."""
+    """Nothing is compiled: two warps spill, and eight have more loads in flight."""
 
     def compile_all(jobs: Sequence[Any], **options: Any) -> list[Binary]:
-        made = []
+        binaries = []
         for variant, _ in jobs:
             few = variant.num_warps == 2
             loads = {128: 64} if variant.num_warps == 8 else {128: 1}
-            made.append(replace(GOOD, loads=loads, spill_bytes=64 * few, stack=64 * few, registers=255))
-        return made
+            binaries.append(replace(GOOD, loads=loads, spill_bytes=64 * few, stack=64 * few, registers=255))
+        return binaries
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
     monkeypatch.setattr("weft.lab.compiled.binaries._narrow", lambda *call: [])
@@ -172,7 +174,7 @@ def test_a_target_is_modelled_and_what_spills_is_dropped(
     assert json.loads(out.read_text())["file"] == "weft tiles"
 
 
-def test_the_model_prefers_what_it_should() -> None:
+def test_the_model_prefers_more_loads_in_flight_and_larger_tiles() -> None:
     board = BOARDS["H100"]
     more, less = (replace(GOOD, loads={128: number}) for number in (4, 1))
     assert latency_stretch(board, less, 10**6, 1, 128) > latency_stretch(board, more, 10**6, 1, 128) >= 1
@@ -191,7 +193,7 @@ def test_the_model_prefers_what_it_should() -> None:
         (["--op", "rope"], "WEFT_CHOICES is empty"),
     ],
 )
-def test_what_cannot_be_tuned_is_said(
+def test_arguments_that_cannot_be_tuned_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = [] if arguments == ["--op", "rope"] else ["--out", "/dev/null"]

@@ -1,4 +1,4 @@
-"""`weft verify`: what passes, what a broken kernel looks like, and that a report repeats a failure."""
+"""`weft verify`: sound ops pass, broken kernels are named, and a report repeats a failure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_broken_kernel_is_named_and_its_report_repeats_the_failure(tmp_path: P
     assert again.returncode == 1, again.stderr
     (verdict,) = json.loads(out.read_text())["verdicts"]
     assert {**verdict, "seconds": 0} == {**failures[0], "seconds": 0}
-    assert main(arguments) == 0, "the kernel that is not broken passes"
+    assert main(arguments) == 0, "the intact kernel passes"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_broken_kernel_is_named_and_its_report_repeats_the_failure(tmp_path: P
         (["--workload", "no such model"], "no workload has 'no such model' in its name"),
     ],
 )
-def test_what_cannot_be_verified_is_refused_in_words(
+def test_arguments_that_cannot_be_verified_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -84,7 +84,7 @@ def test_what_cannot_be_verified_is_refused_in_words(
 
 
 def test_an_emulated_gpu_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    """Through stock Triton's own launcher and PTX."""
+    """Stock Triton's own launcher and PTX are used."""
     arguments = [
         "verify",
         "--emulate",
@@ -100,8 +100,8 @@ def test_an_emulated_gpu_is_verified(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_tensors_go_to_the_device_and_come_back() -> None:
-    """Results, gradients, and quantised results under inference_mode: "cpu:0" is another device than "cpu" to PyTorch,
-    so that every tensor is moved."""
+    """Results, gradients, and quantized results under inference_mode are moved: to PyTorch "cpu:0" is another device
+    than "cpu", so every tensor moves."""
     for workload in (for_op("norm")[0], next(w for w in for_op("norm") if "mx" in w.options)):
         call = small(workload)
         wanted = run(call)

@@ -1,4 +1,4 @@
-"""Read the blocks of the documents, and run what they say."""
+"""Read the blocks of the documents, and run their code and commands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from triton_loom.testing import Forks
 
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
+WRITING = ROOT / "docs/writing_an_op.md"  # its Python blocks are parts of files
 
-# A warning is an error, but for two of PyTorch's own: one when it imports its Inductor on a CPU, and one when Dynamo
-# traces an autograd function. It instantiates `torch.autograd.Function`, which warns, and records the warning to drop
-# it; where warnings are errors, that becomes an internal error of Dynamo.
+# Warnings are errors, except for two of PyTorch's own: one when it imports Inductor on a CPU, one when Dynamo traces an
+# autograd function. Dynamo instantiates `torch.autograd.Function`, which warns, and drops the recorded warning; with
+# warnings as errors, that becomes an internal error of Dynamo.
 WARNINGS = (
     "-W",
     "error",
@@ -31,26 +32,26 @@ WARNINGS = (
 class Block(NamedTuple):
     language: str
     text: str
-    place: str
+    location: str
 
     def __str__(self) -> str:
-        return self.place
+        return self.location
 
 
 def blocks(document: Path, language: str) -> list[Block]:
     text = document.read_text()
-    found = []
+    result = []
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         assert match[1], f"a block of {document.name} without a language:\n{match[2]}"
         line = text[: match.start()].count("\n") + 2
-        found.append(Block(match[1], match[2], f"{document.relative_to(ROOT)}:{line}"))
-    return [block for block in found if block.language == language]
+        result.append(Block(match[1], match[2], f"{document.relative_to(ROOT)}:{line}"))
+    return [block for block in result if block.language == language]
 
 
 def lines(document: Path) -> list[tuple[str, str]]:
-    """(command, place) of every line of the bash blocks, split at &&, without comments."""
+    """Return (command, location) for every line of the bash blocks, split at &&, without comments."""
     return [
-        (command.strip(), block.place)
+        (command.strip(), block.location)
         for block in blocks(document, "bash")
         for line in block.text.splitlines()
         for command in re.sub(r"\s+#.*", "", line).split("&&")
@@ -59,7 +60,7 @@ def lines(document: Path) -> list[tuple[str, str]]:
 
 
 def run(*command: str, forks: Forks | None = None, cwd: Path = ROOT, **environment: str) -> str:
-    """Run a command in a checkout, in one of `forks` if it is a Python script, and return what it prints."""
+    """Run a command in a checkout, in one of `forks` if it is a Python script, and return its output."""
     if forks is not None:
         done = forks.run(*command, cwd=cwd, **environment)
     else:
@@ -70,15 +71,15 @@ def run(*command: str, forks: Forks | None = None, cwd: Path = ROOT, **environme
 
 
 def program_of(name: str) -> str:
-    """The script of that name that belongs to this Python."""
+    """Return the script of that name that belongs to this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=path)
-    assert found is not None
-    return found
+    program = shutil.which(name, path=path)
+    assert program is not None
+    return program
 
 
 def run_text(text: str, directory: Path, forks: Forks | None) -> str:
-    """What a Python script prints, in which a warning is an error. Kernels have to be defined in a file."""
+    """Return the output of a Python script, with warnings as errors. Kernels must be defined in a file."""
     script = directory / "script.py"
     script.write_text(text)
     python = [] if forks is not None else [sys.executable, *WARNINGS]
@@ -86,7 +87,5 @@ def run_text(text: str, directory: Path, forks: Forks | None) -> str:
 
 
 def guide() -> list[str]:
-    """Return the commands of "Adding an op", in order. They are for a checkout that has the op."""
-    text = CONTRIBUTING.read_text()
-    first, last = (text[: text.index(h)].count("\n") for h in ("## Adding an op", "### An op whose result"))
-    return [c for c, place in lines(CONTRIBUTING) if first < int(place.rpartition(":")[2]) < last]
+    """Return the commands of "Writing an op", in order. They run in a checkout that contains the op."""
+    return [command for command, _ in lines(WRITING)]

@@ -1,4 +1,4 @@
-"""Follow "Adding an op" of CONTRIBUTING.md as it is written, in a copy of the checkout: it ends with checks green."""
+"""Follow "Writing an op" literally in a copy of the checkout; all checks must pass at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from triton_loom.testing import Forks
 
 from tests.support import IMPORTED
 
-from .pages import CONTRIBUTING, ROOT, WARNINGS, Block, blocks, guide, program_of, run, run_text
+from .pages import ROOT, WARNINGS, WRITING, Block, blocks, guide, program_of, run, run_text
 
 
 def files() -> dict[str, str]:
     """Return the files that the guide writes, by path: the first line of a block names its file."""
     result: dict[str, str] = {}
-    for block in blocks(CONTRIBUTING, "python"):
+    for block in blocks(WRITING, "python"):
         first, _, text = block.text.partition("\n")
         path, _, continued = first.removeprefix("# ").partition(", ")
         assert path.endswith(".py"), f"{block}: the first line names the file"
@@ -41,29 +41,29 @@ def write(texts: dict[str, str], root: Path) -> None:
 
 
 def apply_diff(block: Block, root: Path) -> None:
-    """Apply a diff: + lines take the place of the - lines before them, or come after the line before them."""
+    """Apply a diff: + lines replace the - lines before them, or follow the line before them."""
     first, *rest = block.text.splitlines()
     path = root / first.removeprefix(" # ")
     text = path.read_text().splitlines()
-    at = 0
+    position = 0
     for line in rest:
         sign, content = line[0], line[1:]
         if sign == "+":
-            text.insert(at, content)
-            at += 1
+            text.insert(position, content)
+            position += 1
             continue
         assert content in text, f"{block}: {path.name} has no line {content!r} any more"
-        at = text.index(content)
+        position = text.index(content)
         if sign == "-":
-            del text[at]
+            del text[position]
         else:
-            at += 1
+            position += 1
     path.write_text("\n".join(text) + "\n")
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the op that CONTRIBUTING.md adds, unless somebody followed it in the checkout."""
+    """Return a copy of the checkout with the op that the guide adds, unless the checkout has it already."""
     root = tmp_path_factory.mktemp("copy") / "checkout"
     shutil.copytree(
         ROOT, root, ignore=shutil.ignore_patterns("__pycache__", ".git", ".*cache", ".venv*", "site")
@@ -71,14 +71,14 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (len(READ), len(WRITTEN)) == (1, 3)
     if not (root / next(iter(WRITTEN))).exists():
         write(WRITTEN, root)
-        for block in blocks(CONTRIBUTING, "diff"):
+        for block in blocks(WRITING, "diff"):
             apply_diff(block, root)
     return root
 
 
 @pytest.fixture(scope="module")
 def extended_forks(extended: Path) -> Iterator[Forks]:
-    """Of a Python that has imported the copy."""
+    """Yield forks of a Python that has imported the copy."""
     with Forks(*IMPORTED, flags=WARNINGS, PYTHONPATH=path_of(extended)) as forks:
         yield forks
 
@@ -99,7 +99,7 @@ def test_added_op_is_in_style(extended: Path, tmp_path: Path) -> None:
         run(sys.executable, "-m", "ruff", "format", "--check", *settings, str(file))
 
 
-# What holds for any op with a reference: judged by the reference in float64, differentiated by autograd.
+# Checks for any op with a reference, which judges it in float64, differentiated by autograd.
 ADDED = """
 import torch
 from triton_loom.testing import EPS32, assert_rounded_once
@@ -149,7 +149,7 @@ def test_added_op_is_right(extended_forks: Forks, tmp_path: Path) -> None:
     assert run_text(ADDED, tmp_path, extended_forks).endswith("proven\n")
 
 
-QUANTISED = """
+QUANTIZED = """
 import warnings
 
 import torch
@@ -187,13 +187,13 @@ print("proven")
 
 
 @pytest.mark.slow
-def test_quantising_op_to_be_read_is_right(extended: Path, tmp_path: Path) -> None:
-    """The second op of the guide goes into a copy of its own: the steps around an op are those of the first."""
+def test_quantizing_op_of_the_guide_is_right(extended: Path, tmp_path: Path) -> None:
+    """The guide's second op gets a copy of its own: it repeats the steps of the first."""
     copy = tmp_path / "checkout"
     shutil.copytree(extended, copy)
     write(READ, copy)
     with Forks(*IMPORTED, flags=WARNINGS, PYTHONPATH=path_of(copy)) as forks:
-        assert run_text(QUANTISED, tmp_path, forks).endswith("proven\n")
+        assert run_text(QUANTIZED, tmp_path, forks).endswith("proven\n")
 
 
 BINARIES = """
@@ -231,7 +231,7 @@ def test_added_op_compiles_for_gpus(extended_forks: Forks, tmp_path: Path) -> No
 
 
 def pytest_in(root: Path, *arguments: str) -> str:
-    """Run tests in a copy of the checkout and return what pytest prints; none may fail."""
+    """Run tests in a copy of the checkout, all of which must pass, and return pytest's output."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     return run(sys.executable, "-m", "pytest", *arguments, *options, cwd=root, PYTHONPATH=path_of(root))
 
@@ -245,8 +245,8 @@ def test_added_op_inherits_every_check(extended: Path) -> None:
     assert "skipped" not in printed, printed
 
 
-# Files whose tests hold the repository against the whole catalogue. What is tested op by op has run by the guide.
-WHOLE = (
+# Tests that compare the repository with the whole catalogue. The guide has run the tests of single ops.
+CATALOGUE_TESTS = (
     "tests/docs/test_docs.py",
     "tests/docs/test_site.py",
     "tests/docs/test_types.py",
@@ -267,7 +267,7 @@ WHOLE = (
 
 @pytest.mark.slow
 def test_adding_an_op_ends_with_all_checks_green(extended: Path, tmp_path: Path) -> None:
-    """The guide left six checks red: tables of ops and of traffic, exports, mistakes, mutants and proofs."""
+    """Regression: the guide left six checks red: op and traffic tables, exports, mistakes, mutants and proofs."""
     copy = tmp_path / "checkout"
     shutil.copytree(extended, copy)
     for command in guide():
@@ -276,5 +276,5 @@ def test_adding_an_op_ends_with_all_checks_green(extended: Path, tmp_path: Path)
             pytest_in(copy, *arguments)
         else:
             run(program_of(program), *arguments, cwd=copy, PYTHONPATH=path_of(copy))
-    for file in WHOLE:
+    for file in CATALOGUE_TESTS:
         pytest_in(copy, file)

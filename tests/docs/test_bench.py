@@ -1,4 +1,4 @@
-"""docs/bench.md says what the committed run has, and explains its slowest rows."""
+"""docs/bench.md shows the committed run, and explains its slowest rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+from website import chart
 from weft.lab.bench.showing import page, read, worst
 from weft.lab.families import WORKLOADS
 
@@ -38,8 +39,8 @@ def test_the_picture_is_of_the_same_run() -> None:
 
 
 def test_every_page_says_which_run_a_speed_is_from() -> None:
-    """README and the questions name both runs, what each is over, and what it is without its largest row: 2.04 on one
-    page and 1.94 on another looked like a contradiction."""
+    """Regression: 2.04 on one page and 1.94 on another looked contradictory. README and the FAQ name both runs, their
+    extent, and their means without the largest row."""
     (mean, count, without, largest) = re.findall(
         r"\*\*(\S+)\*\* times `compile`, over (\d+) workloads; (\S+) without the largest, `(\w+)`", PAGE
     )[0]
@@ -62,3 +63,13 @@ def test_the_mean_without_the_largest_row_is_that_of_the_published_times() -> No
     assert speeds[-1][1] == "unpermute"
     means = [f"{statistics.geometric_mean(speed for speed, _ in part):.2f}" for part in (speeds, speeds[:-1])]
     assert means == ["2.04", "1.76"]
+
+
+def test_the_chart_of_the_home_page_is_of_the_committed_run() -> None:
+    assert chart.PICTURE.read_text() == chart.picture(read(chart.RUN))
+
+
+def test_the_first_example_has_one_figure() -> None:
+    readme, home = (ROOT / name for name in ("README.md", "docs/index.md"))
+    (times,) = re.findall(r"(\S+) times as fast as eager PyTorch", readme.read_text())
+    assert f"**{times} times** the speed of eager PyTorch" in home.read_text()

@@ -37,6 +37,7 @@ from .pages import (
     README,
     ROOT,
     WARNINGS,
+    WRITING,
     Block,
     blocks,
     guide,
@@ -49,11 +50,8 @@ from .pages import (
 FORMATS, PROOF, ROWS, TRAFFIC = (
     ROOT / "docs" / f"{name}.md" for name in ("formats", "proof", "published", "traffic")
 )
-PAGES = [
-    README,
-    *sorted((ROOT / "docs").rglob("*.md")),
-]  # their Python blocks are scripts; CONTRIBUTING's are parts of files
-DOCUMENTS = [*PAGES, CONTRIBUTING]
+DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [document for document in DOCUMENTS if document != WRITING]  # their Python blocks are scripts
 WITNESS = ROOT / "loom/docs/witness.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
@@ -69,17 +67,17 @@ def forks() -> Iterator[Forks]:
 
 SCRIPTS = [block for document in (*PAGES, WITNESS) for block in blocks(document, "python")]
 DISTRIBUTED = [block for block in SCRIPTS if "init_process_group" in block.text]
-# Pages whose blocks run with every change: what a newcomer pastes. Those of the others are for the night.
+# Pages whose blocks newcomers paste run with every change; the others run by night.
 BY_DAY = ("README.md", "docs/first_contact.md")
 
 
-# Frameworks that a program may be about, and whether it then takes long.
+# Frameworks that a program may use, and whether it is slow then.
 FRAMEWORKS = {"trl": True, "transformers": False, "torchtitan": True}
 
 
 def needs(text: str) -> list[pytest.MarkDecorator]:
-    """Of a program, or of the command that runs an example: it is skipped where a framework that it imports is not
-    installed, and is for the night if that takes long."""
+    """Return marks for a program or for the command that runs an example. It is skipped where an imported framework is
+    missing, and left to the night if it is slow."""
     if text.startswith("python examples/"):
         text = (ROOT / text.split()[1]).read_text()
     marks = []
@@ -97,7 +95,7 @@ def needs(text: str) -> list[pytest.MarkDecorator]:
         pytest.param(
             block,
             marks=needs(block.text)
-            if block.place.startswith(BY_DAY)
+            if block.location.startswith(BY_DAY)
             else [*needs(block.text), pytest.mark.slow],
         )
         for block in SCRIPTS
@@ -106,9 +104,9 @@ def needs(text: str) -> list[pytest.MarkDecorator]:
     ids=str,
 )
 def test_python_block_runs_by_itself(block: Block, tmp_path: Path, forks: Forks) -> None:
-    # One with the imports that forks have behind them.
+    # Run one block without forks, to include the imports.
     printed = run_text(block.text, tmp_path, None if block is SCRIPTS[0] else forks)
-    # A comment after print says what comes out: the sizes in it must be among the output.
+    # A comment after print promises output: the sizes in it must be printed.
     for comment in re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
         for size in re.findall(r"\[[\d, ]+\]", comment):
             assert size in printed, f"{block}: {size} is promised, printed was\n{printed}"
@@ -122,11 +120,11 @@ def test_distributed_block_runs_on_two_ranks(block: Block, tmp_path: Path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**os.environ, **place, "RANK": str(rank)},
+            env={**os.environ, **rendezvous, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -148,7 +146,7 @@ def test_there_are_python_blocks() -> None:
 # ---- commands ----------------------------------------------------------------------------------------------
 
 QUICK = ("weft", "python examples/")
-# What needs a GPU or compiles for minutes: its arguments are read, and nothing is run.
+# Commands that need a GPU or compile for minutes: their arguments are parsed, but they do not run.
 READ_ONLY = ("weft verify --device cuda", "weft tune --device cuda", "weft aot build --target sm_")
 # Commands that count bytes or compile, ranks, and examples whose functions have tests of their own.
 BY_NIGHT = (
@@ -176,7 +174,7 @@ BY_NIGHT = (
 )
 def test_quick_command_runs(command: str, forks: Forks) -> None:
     program, *arguments = shlex.split(command)
-    if command == "weft doctor":  # one command by itself, from the script that pip installs
+    if command == "weft doctor":  # run one command from the script that pip installs
         assert run(program_of(program), *arguments)
     elif program == "python":
         assert run(*arguments, forks=forks)
@@ -194,7 +192,7 @@ def developer_tools() -> set[str]:
 
 
 def check_pip(arguments: list[str]) -> None:
-    """Projects and extras exist; a pinned version is the one of CI and within the range of the project."""
+    """Check that projects and extras exist, and that pinned versions are CI's and in the project's range."""
     assert arguments[0] == "install"
     words = iter(arguments[1:])
     for word in words:
@@ -207,7 +205,7 @@ def check_pip(arguments: list[str]) -> None:
                 assert extra in extras(project)
         else:
             name, _, version = word.partition("==")
-            requirements = [*PROJECTS["."]["project"]["dependencies"], "numpy"]  # which PyTorch misses
+            requirements = [*PROJECTS["."]["project"]["dependencies"], "numpy"]  # which PyTorch lacks
             assert any(re.match(rf"{name}\b", requirement) for requirement in requirements), word
             if version:
                 assert version == supported()[name].tested["main"]
@@ -229,25 +227,23 @@ def check_pytest(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_tests_are_run_after_what_they_need_is_installed(document: Path) -> None:
-    """README ran `pytest` after an installation that has none."""
+def test_tests_run_after_their_requirements_are_installed(document: Path) -> None:
+    """Regression: README ran `pytest` after an installation without it."""
     installed = False
-    for command, place in lines(document):
+    for command, location in lines(document):
         program, *arguments = shlex.split(command)
         if program == "pip":
             wanted = [word for word in arguments if word.endswith("]")]
             installed |= {word.partition("[")[0] for word in wanted if "dev" in word} == {".", "loom"}
         if program in ("pytest", "ruff", "mypy"):
-            assert installed, f"{place}: `{command}` needs the extra dev of both packages"
+            assert installed, f"{location}: `{command}` needs the extra dev of both packages"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_slow_commands_name_what_exists(document: Path) -> None:
-    for command, place in lines(document):
+    for command, location in lines(document):
         program, *arguments = shlex.split(command)
-        if (
-            program == "weft"
-        ):  # the guide's op exists in `test_added_op` alone: here another one stands for it
+        if program == "weft":  # the guide's op exists only in `test_added_op`: use another one here
             weft.cli.parser().parse_args([word.replace("softplus_gate", "glu") for word in arguments])
             continue
         if command.startswith(QUICK):
@@ -270,14 +266,16 @@ def test_slow_commands_name_what_exists(document: Path) -> None:
         elif program == "python3":
             assert arguments == ["-m", "venv", ".venv"]
         else:
-            assert command == "source .venv/bin/activate", f"{place}: no test knows the command {command!r}"
+            assert command == "source .venv/bin/activate", (
+                f"{location}: no test knows the command {command!r}"
+            )
 
 
-# ---- what is said --------------------------------------------------------------------------------------------
+# ---- statements in the text ----------------------------------------------------------------------------------
 
 
 def anchors(document: Path) -> set[str]:
-    """What GitHub calls the headings: in lower case, hyphens for spaces, without punctuation."""
+    """Return GitHub's names of the headings: in lower case, hyphens for spaces, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -297,7 +295,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_traffic_table_has_every_workload() -> None:
-    """Each has its line, with its reason; none moves more than it says."""
+    """Each workload has a line with its reason; none moves more than it promises."""
     listed = {}
     for line in TRAFFIC.read_text().splitlines():
         if cells := re.match(r"\| `(\S+)` \|.*\| ([\d.]+) \| ([^|]*) \|$", line):
@@ -306,11 +304,11 @@ def test_traffic_table_has_every_workload() -> None:
         ratio, reason = listed.pop(str(workload))
         assert reason == workload.rereads, workload
         assert ratio <= workload.moves + 0.0005 or workload.least_bytes() < 64_000, workload
-    assert not listed, "lines of workloads that are no more"
+    assert not listed, "lines of workloads that no longer exist"
 
 
 def test_published_table_has_every_row() -> None:
-    """With its limit and time; none moves more than its workload says. And its speed."""
+    """Each row has its limit, published time and speed; none moves more than its workload promises."""
     counted, measured = (
         {int(cells[0]): cells for cells in table}
         for table in (
@@ -335,14 +333,14 @@ def test_published_table_has_every_row() -> None:
 
 
 def rows(document: Path, heading: str) -> Iterator[list[str]]:
-    """The cells of the document's table under the header line that begins like this."""
+    """Yield the cells of the document's table whose header line begins with this heading."""
     text = document.read_text()
     table = text[text.index(f"| {heading} |") :].split("\n\n")[0]
     for line in table.splitlines()[2:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_table_of_formats() -> None:
+def test_table_of_formats_is_complete() -> None:
     stated = {}
     for block, _, elements, scale in rows(FORMATS, "block"):
         formats = [f for f in Format.all() if f.block == block.strip("`")]
@@ -355,7 +353,7 @@ def test_table_of_formats() -> None:
     assert stated.keys() == {f.block for f in Format.all()}
 
 
-def test_table_of_conventions() -> None:
+def test_table_of_conventions_is_right() -> None:
     stated = set()
     for name, floor, scale, data, on in rows(FORMATS, "convention"):
         rule = CONVENTIONS[name.strip("`")]
@@ -373,8 +371,8 @@ def test_table_of_conventions() -> None:
     assert stated == set(CONVENTIONS)
 
 
-def test_table_of_ops() -> None:
-    """It has every function of the package that computes, and no other."""
+def test_table_of_ops_is_complete() -> None:
+    """The table lists every function of the package that computes, and no other."""
     listed = [name for cells in rows(README, "op") for name in re.findall(r"`(\w+)`", cells[0])]
     public = {name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     assert len(listed) == len(set(listed))
@@ -390,13 +388,13 @@ def test_table_of_ops() -> None:
     }
 
 
-def test_targets_and_places_for_figures() -> None:
+def test_targets_and_markers_for_figures() -> None:
     text = PROOF.read_text()
     assert ", ".join(TARGETS) in text
     assert len(TARGETS) == 7
     assert "seven GPU targets" in README.read_text()
-    for place in ("speed", "host"):
-        assert text.index(f"<!-- {place} -->") < text.index(f"<!-- /{place} -->")
+    for marker in ("speed", "host"):
+        assert text.index(f"<!-- {marker} -->") < text.index(f"<!-- /{marker} -->")
 
 
 def test_geometric_mean_is_that_of_the_table() -> None:
@@ -406,8 +404,8 @@ def test_geometric_mean_is_that_of_the_table() -> None:
     assert f"{mean} times `torch.compile`" in README.read_text()
 
 
-def test_what_needs_a_framework_is_skipped_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's block about transformers failed in an environment made by CONTRIBUTING.md, which has none."""
+def test_blocks_of_missing_frameworks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: README's block about transformers failed in CONTRIBUTING.md's environment, which lacks it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     texts = [block.text for block in blocks(README, "python") if "transformers" in block.text]
     assert texts

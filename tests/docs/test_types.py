@@ -1,4 +1,4 @@
-"""What type checkers know of results. mypy checks this file with the packages; run, the calls return what it says."""
+"""Types of results as type checkers see them. mypy checks this file with the packages; pytest runs the calls."""
 
 from __future__ import annotations
 

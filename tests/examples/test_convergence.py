@@ -1,11 +1,11 @@
-"""A short training run that a broken recipe does not survive.
+"""Short training runs that broken recipes fail.
 
-The run is the example's, with a model of two layers, thirty steps long. It is judged in two ways, since neither of them
-sees everything:
+The run is the example's, with a model of two layers and thirty steps. Two criteria judge it, since neither sees
+everything:
 
-- by its loss beside that of bf16, for what goes wrong in the course of training;
-- by the error of its products beside float64, for sums that are kept in too few bits. The loss does not see these: FP8
-  itself moved it by up to 0.4 % with three seeds, and sums in 14 bits by 0.1 %.
+- its loss compared with bf16's, for errors in the course of training;
+- the error of its products compared with float64, for accumulators of too few bits. The loss does not show these: FP8
+  itself moved it by up to 0.4 % with three seeds, and 14-bit accumulators by 0.1 %.
 
 A break wraps one of the functions that all products of a recipe go through.
 """
@@ -35,7 +35,7 @@ train_moe = example("train_moe")
 
 
 def final_loss(recipe: str, steps: int = STEPS) -> float:
-    """The mean loss of the last ten steps: that of a single one depends on its batch more than on the recipe."""
+    """Return the mean loss of the last ten steps: a single step's depends on its batch more than on the recipe."""
     config = train_moe.Config(
         recipe=recipe, steps=steps, layers=2, hidden=128, heads=2, experts=4, width=128, sequence=64,
         learning_rate=4e-3, validate_every=steps,
@@ -52,26 +52,28 @@ def bf16_loss() -> float:
 # ---- the error of products ----------------------------------------------------------------------------------------
 
 
-def numbers(codes: Codes) -> Tensor:
-    """The numbers [rows, K] of an operand, whose scales lie along K."""
+def decoded(codes: Codes) -> Tensor:
+    """Return the decoded elements [rows, K] of an operand, whose scales lie along K."""
     shape = (codes.data.shape[0], codes.data.shape[1] * Format.of(codes.format).packed)
     return dequantize_copy(codes, shape, torch.float64)
 
 
 class Watch:
-    """Compares one product in eleven of those with one matrix for all rows with float64."""
+    """Compares every eleventh product with one matrix for all rows with float64."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.worst = dict.fromkeys(("forward", "dgrad", "wgrad"), 0.0)  # the largest error, in allowed ones
+        self.worst = dict.fromkeys(
+            ("forward", "dgrad", "wgrad"), 0.0
+        )  # the largest error relative to the allowed one
 
     def compare(self, role: str, y: Tensor, a: Any, b: Any) -> Tensor:
         self.calls += 1
-        # Eleven divides no number of products of a step: all of them get their turn.
+        # Eleven does not divide the number of products of a step, so each of them gets its turn.
         if self.calls % 11 == 0 and a.data is not None and a.data.dim() == b.data.dim() == 2:
-            left, right = numbers(a), numbers(b)
+            left, right = decoded(a), decoded(b)
             exact = left @ right.t()
-            # docs/products.md: the error of fp32 sums of K terms, and one rounding to the result's dtype.
+            # docs/products.md: the error of fp32 accumulation over K terms, and one rounding to the result's dtype.
             allowed = (left.shape[1] / 16 + 4) * 2.0**-24 * (left.abs() @ right.abs().t())
             allowed += torch.finfo(y.dtype).eps / 2 * exact.abs()
             ratio = (y.double() - exact).abs() / allowed.clamp(min=1e-300)
@@ -108,51 +110,55 @@ def wrong_sign_of_dgrad(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_sign_of_wgrad(patch: pytest.MonkeyPatch) -> None:
     outer = layer.outer
-    patch.setattr(layer, "outer", lambda *given: -outer(*given))  # type: ignore[operator]
+    patch.setattr(layer, "outer", lambda *arguments: -outer(*arguments))  # type: ignore[operator]
 
 
 def dropped_wgrad(patch: pytest.MonkeyPatch) -> None:
     outer = layer.outer
-    patch.setattr(layer, "outer", lambda *given: torch.zeros_like(outer(*given)))  # type: ignore[arg-type]
+    patch.setattr(layer, "outer", lambda *arguments: torch.zeros_like(outer(*arguments)))  # type: ignore[arg-type]
 
 
 def stale_scale(patch: pytest.MonkeyPatch) -> None:
-    """Scales are made for the first operand of a shape, and never again."""
-    make = layer.quantised_copies
-    kept: dict[Any, Tensor] = {}
+    """Compute scales for the first operand of each shape only."""
+    make = layer.quantized_copies
+    cached_scales: dict[Any, Tensor] = {}
 
     def broken(x: Tensor, spec: str, *options: Any, **more: Any) -> Any:
         def stale(codes: Codes | None, side: int) -> Codes | None:
             if codes is None:
                 return None
             key = x.shape, Format.of(spec).block, side
-            return codes._replace(scale=kept.setdefault(key, codes.scale))
+            return codes._replace(scale=cached_scales.setdefault(key, codes.scale))
 
         row, col = make(x, spec, *options, **more)
         return stale(row, 0), stale(col, 1)
 
-    patch.setattr(layer, "quantised_copies", broken)
+    patch.setattr(layer, "quantized_copies", broken)
 
 
 def missing_promotion(patch: pytest.MonkeyPatch) -> None:
-    """Sums as the tensor cores of sm_90 keep them, cut off after 14 bits, from the first of K to the last."""
+    """Accumulate like the tensor cores of sm_90, truncating to 14 bits, in order of K."""
     times, outer = layer.rows_times, layer.outer
 
-    def sums(a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        left, right = numbers(a).float(), numbers(b).float()
-        total = torch.zeros(len(left), len(right))
-        for k in range(0, left.shape[1], 32):  # what one instruction multiplies
-            total = total + left[:, k : k + 32] @ right[:, k : k + 32].t()
-            total = (total.view(torch.int32) & -(2 ** (24 - 14))).view(torch.float32)
-        return total.to(dtype)
+    def truncated_product(a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        left, right = decoded(a).float(), decoded(b).float()
+        acc = torch.zeros(len(left), len(right))
+        for k in range(0, left.shape[1], 32):  # K of one instruction
+            acc = acc + left[:, k : k + 32] @ right[:, k : k + 32].t()
+            acc = (acc.view(torch.int32) & -(2 ** (24 - 14))).view(torch.float32)
+        return acc.to(dtype)
 
     def broken_times(x: Any, w: Any, bias: Any, s: Any, transpose: bool = False) -> Tensor:
         if s.groups.ends is not None:
             return times(x, w, bias, s, transpose)
-        return sums(x.row, w.col if transpose else w.row, s.dtype)
+        return truncated_product(x.row, w.col if transpose else w.row, s.dtype)
 
     def broken_outer(dy: Any, x: Any, s: Any, main: Any) -> Tensor | None:
-        return outer(dy, x, s, main) if s.groups.ends is not None else sums(dy.col, x.col, s.weight_dtype)
+        return (
+            outer(dy, x, s, main)
+            if s.groups.ends is not None
+            else truncated_product(dy.col, x.col, s.weight_dtype)
+        )
 
     patch.setattr(layer, "rows_times", broken_times)
     patch.setattr(layer, "outer", broken_outer)
@@ -165,7 +171,7 @@ def test_fp8_trains_as_bf16_does(bf16_loss: float, monkeypatch: pytest.MonkeyPat
     watch = Watch()
     watch.connect(monkeypatch)
     assert abs(final_loss("fp8_block") / bf16_loss - 1.0) < LOSS_BAND
-    # 0: no product of this kind was looked at.
+    # 0 means that no product of this kind was compared.
     assert all(0.0 < worst <= 1.0 for worst in watch.worst.values()), watch.worst
 
 
@@ -174,7 +180,7 @@ def test_loss_shows_a_break(
     break_: Callable[[pytest.MonkeyPatch], None], bf16_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_(monkeypatch)
-    # Twice the band, so that a break is not noticed by chance. A loss that is NaN is outside of every band.
+    # Twice the band, so that no break is noticed by chance. A NaN loss is outside any band.
     assert not abs(final_loss("fp8_block") / bf16_loss - 1.0) < 2 * LOSS_BAND
 
 

@@ -1,4 +1,4 @@
-"""Examples that are started in the wrong way say what to run."""
+"""Examples started in the wrong way tell the user what to run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def call(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> Any:
 def test_ring_attention_without_torchrun_says_what_to_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ended in a traceback of PyTorch about MASTER_ADDR or RANK."""
+    """Regression: it ended in a PyTorch traceback about MASTER_ADDR or RANK."""
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):
         call(monkeypatch, "ring_attention")
-    said = capsys.readouterr().err
-    assert "torchrun --nproc-per-node 4 examples/ring_attention.py" in said
+    message = capsys.readouterr().err
+    assert "torchrun --nproc-per-node 4 examples/ring_attention.py" in message
 
 
 def test_ring_attention_refuses_chunks_of_different_lengths(
@@ -52,9 +52,9 @@ def test_ring_attention_refuses_chunks_of_different_lengths(
 def test_example_without_its_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str
 ) -> None:
-    """Each ended in `ModuleNotFoundError`."""
+    """Regression: each ended in `ModuleNotFoundError`."""
     monkeypatch.setitem(sys.modules, module, None)
-    for variable in ("HF_HUB_OFFLINE", "ACCELERATE_USE_CPU"):  # which an example sets, and this takes back
+    for variable in ("HF_HUB_OFFLINE", "ACCELERATE_USE_CPU"):  # examples set them; monkeypatch restores them
         monkeypatch.setenv(variable, "1")
     with pytest.raises(SystemExit, match=rf"examples/{name}.py needs .*: pip install -e \"\.\[{extra}\]\""):
         example(name)
@@ -82,14 +82,14 @@ def test_train_moe_without_matplotlib_says_what_to_install(
 def test_train_moe_refuses_what_cannot_run_before_it_reads_the_text(
     arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each ended in a traceback, that of the file after the whole run."""
+    """Regression: each ended in a traceback, the unwritable file's only after the whole run."""
     with pytest.raises(SystemExit):
         call(monkeypatch, "train_moe", *arguments.split())
     assert said in capsys.readouterr().err
 
 
 def test_train_moe_by_default_is_the_short_run() -> None:
-    """Without arguments it trained for ten minutes. The recorded runs are made with --steps 600."""
+    """Regression: without arguments it trained for ten minutes. The recorded runs use --steps 600."""
     train_moe = example("train_moe")
     seconds_per_step = max(
         run["seconds"] / run["config"]["steps"]

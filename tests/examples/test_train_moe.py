@@ -1,4 +1,4 @@
-"""The training example learns, goes on after a stop with the bits of a whole run, and divides its work over ranks."""
+"""The training example learns, resumes with the bits of an uninterrupted run, and divides its work over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ train_moe = example("train_moe")
 
 
 def tiny(**changes: Any) -> Any:
-    """A configuration of a few seconds."""
+    """Return a configuration that trains in a few seconds."""
     return train_moe.Config(**{"recipe": "fp32", "steps": 6, "validate_every": 2, **TINY, **changes})
 
 
@@ -37,7 +37,7 @@ def test_command_writes_what_it_learned(
     assert run["config"] == {"seed": 0, "top_k": 2, "learning_rate": 2e-3} | run["config"] | TINY
     assert len(run["train"]) == 12
     assert [step for step, _ in run["validation"]] == [5, 10, 12]
-    # A model that knows nothing has a loss of log(256) = 5.5; one that knows how frequent each byte is, of about 3.5.
+    # An untrained model has a loss of log(256) = 5.5; one that knows the frequency of each byte has about 3.5.
     assert 5.3 < run["train"][0] < 5.8
     assert run["validation"][-1][1] < 4.5
     assert run["seconds"] > 0.0
@@ -62,11 +62,11 @@ def test_recipes_and_seeds_see_the_same_text() -> None:
     assert torch.equal(torch.stack(halves, 1).flatten(0, 1), first[0]), "ranks divide the batch"
 
 
-def test_stopped_run_goes_on_as_if_nothing_had_happened(
+def test_interrupted_run_resumes_with_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, ranks = tiny(seed=1), train_moe.Ranks()
-    whole = train_moe.train(config, ranks)
+    uninterrupted = train_moe.train(config, ranks)
     batch = train_moe.batch
 
     def stopped(text: Any, config: Any, *, seed: int, ranks: Any) -> Any:
@@ -80,8 +80,8 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
     monkeypatch.setattr(train_moe, "batch", batch)
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
     resumed = train_moe.train(config, ranks, checkpoint=tmp_path)
-    assert resumed["train"] == whole["train"]
-    assert resumed["validation"] == whole["validation"]
+    assert resumed["train"] == uninterrupted["train"]
+    assert resumed["validation"] == uninterrupted["validation"]
     with pytest.raises(SystemExit, match="another configuration"):
         train_moe.train(tiny(seed=2), ranks, checkpoint=tmp_path)
 
@@ -90,14 +90,14 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
 def test_compiled_blocks_compute_the_same() -> None:
     config, ranks = tiny(steps=2), train_moe.Ranks()
     eager, compiled = (train_moe.train(config, ranks, compiled=on)["train"] for on in (False, True))
-    # Fused arithmetic rounds otherwise: some of the 2^-24 of fp32 in a loss of 5.
+    # Fused arithmetic rounds differently: by a few times fp32's 2^-24 in a loss of 5.
     assert compiled == pytest.approx(eager, rel=1e-4)
     torch.compiler.reset()
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model(tmp_path: Path) -> None:
-    """FSDP2 through torchrun, and the checkpoint of two ranks goes on in one process."""
+    """FSDP2 runs through torchrun, and one process resumes from the checkpoint of two ranks."""
     config = tiny()
     alone = train_moe.train(config, train_moe.Ranks())
     flags = [
@@ -108,7 +108,7 @@ def test_two_ranks_train_the_same_model(tmp_path: Path) -> None:
     outputs = ["--json", str(tmp_path / "two.json"), "--checkpoint", str(tmp_path / "two")]
     run_ranks("train_moe", *flags, *outputs, ranks=2)
     two = json.loads((tmp_path / "two.json").read_text())
-    # The balance loss is that of each rank's tokens, which changes the curve a little from the second step on.
+    # Each rank's balance loss covers its own tokens, which changes the curve slightly from the second step on.
     assert two["train"][0] == pytest.approx(alone["train"][0], rel=1e-5)
     assert two["train"] == pytest.approx(alone["train"], rel=5e-3)
     resumed = train_moe.train(config, train_moe.Ranks(), checkpoint=tmp_path / "two")

@@ -1,4 +1,4 @@
-"""The page docs/models.md, as `python -m tests.integrations.sweep --page docs/models.md` writes it."""
+"""Generator of the page docs/models.md: `python -m tests.integrations.sweep --page docs/models.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import weft
 from tests.integrations.sweep import BOUND, Row
 
 KINDS = ("norm", "mlp", "experts", "rope", "router", "loss")
-# Columns of figures, and the checks whose worst result each has.
+# Columns of figures, each with the checks whose worst result it shows.
 FIGURES = {
     "gradients": ("training", "frozen", "checkpointing"),
     "dropout": ("dropout",),
@@ -28,22 +28,31 @@ COLUMNS = ("model", *KINDS, "left alone", "attention", "loss value", *FIGURES, "
 PAGE = """\
 # Models of transformers
 
-This page shows what Weft computes in {models} model classes of transformers, and how close each model stays to itself
+Look up what Weft computes in each of {models} model classes of transformers, and how close the model stays to itself
 without Weft.
 
-    python -m tests.integrations.sweep --page docs/models.md
+```text
+python -m tests.integrations.sweep --page docs/models.md
+```
 
-The command builds a tiny model of each class with random weights and runs it unchanged, with
-`weft.integrations.apply(model, rope=True, router=True)`, with `attn_implementation="weft"`, and with both, in fp32.
-Versions: {versions}. The models ran on a CPU. CTC losses are computed in fp64, since
-their rounding in fp32 would hide that of the models.
+This command writes the page. It builds a tiny model of each class with random weights and runs it in fp32, on a CPU:
+unchanged, with `weft.integrations.apply(model, rope=True, router=True)`, with `attn_implementation="weft"`, and with
+both.
 
-- **norm** to **loss**: modules that `apply` replaced, of those it looked at. All that the unchanged model calls reach
-  Weft; some it does not call for these inputs, such as norms of cross attention without an encoder.
+Every error is at most {bound}, except those with a star, which are [compared with fp64](#compared-with-fp64).
+
+## How to read the table
+
+"same" means equal bits. An empty cell means that the model has no such module or takes no such input.
+
+- **norm** to **loss**: modules that `apply` replaced, of those it looked at. Every replaced module that the unchanged
+  model calls reaches Weft. It does not call some for these inputs, such as norms of cross attention without an
+  encoder.
 - **left alone**: reasons for the others, by their numbers [below](#what-is-left-alone).
-- **attention**: "Weft", and the reason where PyTorch attends ([who attends](decoding.md#in-transformers)). "its own":
-  the model calls no attention function.
-- **loss value**: largest relative error of the loss, over all training steps of the row.
+- **attention**: "Weft", or "PyTorch" and the reason ([who attends](decoding.md#in-transformers)). "its own": the
+  model calls no attention function.
+- **loss value**: largest relative error of the loss, over all training steps of the row. CTC losses are computed in
+  fp64, since their rounding in fp32 would hide that of the models.
 - **gradients**: largest error of a training step's gradients, relative to their norm; also with frozen norms, with a
   frozen head and embeddings, and with gradient checkpointing.
 - **dropout**: the same with dropout of 0.2 wherever the model has any.
@@ -55,30 +64,47 @@ their rounding in fp32 would hide that of the models.
 - **cross**: the same for a decoder that is shorter than its padded encoder input.
 - **tokens**: greedy generation from a left-padded prompt with a cache.
 
-Every error is at most {bound}, except those with a star, which are [compared with fp64](#compared-with-fp64). "same"
-means equal bits. An empty cell means that the model has no such module or takes no such input.
+## The models
+
+Versions: {versions}.
+
+<details><summary>One line per model class</summary>
 
 {table}
+
+</details>
 
 ## Compared with fp64
 
 These models are badly conditioned: in fp32 the unchanged model's gradients are about as far from its gradients in fp64
 as from those with Weft. The bound is then twice the unchanged model's distance from fp64.
 
+<details><summary>One line per model and check</summary>
+
 {doubles}
+
+</details>
 
 ## What is left alone
 
 `apply` leaves these modules as they are, and `strict=True` raises an error for them.
 
+<details><summary>One line per reason</summary>
+
 {reasons}
+
+</details>
 
 ## Not in the table
 
 These classes have no row: the command finds no tiny configuration for them, or the unchanged model does not run from
 tokens, pixels or sound alone.
 
+<details><summary>Classes, by reason</summary>
+
 {left_out}
+
+</details>
 """
 
 
@@ -91,7 +117,7 @@ def cell(distances: Iterable[float | None]) -> str:
 
 
 def facts(row: Row) -> list[str]:
-    """Return the cells of a model's line that are no figures: what is replaced, and who attends."""
+    """Return the cells of a model's line that are not figures: what is replaced, and who computes attention."""
     cells = [row.entry.name]
     for kind in KINDS:
         entries = [entry.changed for entry in row.report.entries if entry.kind == kind]
@@ -120,7 +146,7 @@ def page(rows: list[Row], left_out: dict[str, str]) -> str:
             if not entry.changed:
                 modules.setdefault((entry.kind, entry.what), set()).add(entry.module)
     reasons = sorted(modules, key=lambda reason: (KINDS.index(reason[0]), -len(modules[reason]), reason[1]))
-    number = {reason: place for place, reason in enumerate(reasons, 1)}
+    number = {reason: position for position, reason in enumerate(reasons, 1)}
     lines = [
         line(row, {number[entry.kind, entry.what] for entry in row.report.entries if not entry.changed})
         for row in rows
@@ -165,7 +191,7 @@ def versions() -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text as a cell of a table has it."""
+    """Return a text escaped for a table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -1,4 +1,4 @@
-"""The first five minutes with a framework, as `docs/integrations.md` has them."""
+"""First five minutes with a framework, following `docs/integrations.md`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def section(title: str) -> str:
 
 
 def run_script(title: str, prelude: str = "") -> str:
-    """What the Python script of a section prints, with the variables that are set in front of it. The prelude is what
+    """Run the Python script of a section with the variables set before it, and return its output. The prelude is what
     the framework needs on a machine without GPUs."""
-    found = re.search(r"^((?:\w+=\w+ )*)python - <<'PYTHON'\n(.*?)^PYTHON$", section(title), re.M | re.S)
-    assert found, f"no script in the section {title!r}"
-    variables = dict(pair.split("=") for pair in found[1].split())
+    script = re.search(r"^((?:\w+=\w+ )*)python - <<'PYTHON'\n(.*?)^PYTHON$", section(title), re.M | re.S)
+    assert script, f"no script in the section {title!r}"
+    variables = dict(pair.split("=") for pair in script[1].split())
     done = subprocess.run(
-        [sys.executable, "-c", prelude + found[2]],
+        [sys.executable, "-c", prelude + script[2]],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},

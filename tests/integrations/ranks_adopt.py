@@ -1,7 +1,7 @@
-"""What each rank runs for `test_adopt_ranks`: a tiny model with Weft and without, under DDP and FSDP2.
+"""Program of each rank in `test_two_ranks_match_the_unchanged_model`: with Weft and without, under DDP and FSDP2.
 
-`torchrun --nproc-per-node 2 ranks_adopt.py` prints a line for each way: how far apart the gradients are, and how often
-logits were made; and a line for each way to read logits on one rank alone.
+`torchrun --nproc-per-node 2 ranks_adopt.py` prints a line for each way: the distance of the gradients, and how often
+logits were computed; and a line for each way to read logits on one rank alone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import weft.integrations
 from tests.integrations.tiny import batch, build, distance
 from weft.integrations.logits import DeferredLogits
 
-made = 0
+computed_count = 0
 
 
 def count(self: DeferredLogits, make: Any = DeferredLogits.tensor) -> Any:
-    global made
-    made += self.made is None and self.origin is None
+    global computed_count
+    computed_count += self.computed is None and self.origin is None
     return make(self)
 
 
@@ -60,28 +60,28 @@ def ways(mesh: Any) -> dict[str, Any]:
 
 
 def as_one(model: Any, mesh: Any) -> Any:
-    """The last norm and the head are sharded together, as torchtitan does: each must be called once."""
+    """Shard the last norm and the head together, as torchtitan does: each must be called once."""
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def read_alone(wrap: Any, inputs: dict[str, Any], when: str) -> str:
-    """What becomes of a read on rank 0, while rank 1 goes on."""
+    """Return the outcome of a read on rank 0 while rank 1 continues."""
     model = build("qwen3")
     weft.integrations.apply(model, strict=True)
     model = wrap(model)
-    found = model(**inputs, use_cache=False)
+    output = model(**inputs, use_cache=False)
     if when == "after backward":
-        found.loss.backward()
+        output.loss.backward()
     result = "nothing"
     if dist.get_rank() == 0:
         try:
-            result = f"logits {tuple(found.logits.argmax(-1).shape)}"
+            result = f"logits {tuple(output.logits.argmax(-1).shape)}"
         except RuntimeError as error:
             result = str(error)
     if when == "before backward":
-        found.logits.tensor()  # on both ranks
-        found.loss.backward()
+        output.logits.tensor()  # on both ranks
+        output.loss.backward()
     return result
 
 
@@ -98,14 +98,14 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = {name: value.chunk(world)[rank] for name, value in batch(samples=4).items()}
     for name, wrap in ways(init_device_mesh("cpu", (world,))).items():
-        global made
-        made = 0
+        global computed_count
+        computed_count = 0
         wanted = gradients(wrap(build("qwen3")), inputs)
         model = build("qwen3")
         weft.integrations.apply(model, strict=True)
-        apart = distance(gradients(wrap(model), inputs), wanted)
+        error = distance(gradients(wrap(model), inputs), wanted)
         if rank == 0:
-            print(f"{name}: {apart:.2e} apart, logits made {made} times", flush=True)
+            print(f"{name}: {error:.2e} apart, logits made {computed_count} times", flush=True)
     mesh = init_device_mesh("cpu", (world,))
     reads = {
         "head apart": lambda model: sharded(model, mesh=mesh, head=True),

@@ -1,4 +1,4 @@
-"""What each rank runs for `test_the_head_is_gathered_from_two_ranks`: prints how far gradients are from one rank's."""
+"""Program of each rank in `test_the_head_is_gathered_from_two_ranks`: prints how far gradients are from one rank's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integrations.test_torchtitan import sharded
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    # torchtitan's experts multiply in bf16 whatever the model is in, which would hide differences of less.
+    # torchtitan's experts multiply in bf16 whatever dtype the model has, which would hide smaller differences.
     torch.Tensor.bfloat16 = lambda self: self  # type: ignore[method-assign]
     for apart_from_norm in (False, True):
         distances = sharded("debugmodel_moe", apart_from_norm=apart_from_norm)

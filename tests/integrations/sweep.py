@@ -1,14 +1,14 @@
-"""Every tiny model of the zoo, unchanged and with Weft, side by side.
+"""Every tiny model of the zoo, unchanged and with Weft, compared side by side.
 
     python -m tests.integrations.sweep                     # all models, a line each
     python -m tests.integrations.sweep LlamaForCausalLM    # some of them
     python -m tests.integrations.sweep --page docs/models.md
 
-A model runs unchanged, with `weft.integrations.apply` (all kinds, rope and router too) and with
-`attn_implementation="weft"`, in fp32. Logits, losses and gradients must be within `BOUND` of the unchanged model. Where
-gradients are not, since a model is badly conditioned, they must be at most twice as far from fp64 as the unchanged
-model's, and within `WORST`. Each check proves that what it is about happens: that dropout drops, that hooks run, that
-a pad counts.
+A model runs unchanged, with `weft.integrations.apply` (all kinds, including rope and router) and with
+`attn_implementation="weft"`, in fp32. Logits, losses and gradients must be within `BOUND` of the unchanged model. If
+gradients are not, because a model is badly conditioned, they must be at most twice as far from fp64 as the unchanged
+model's, and within `WORST`. Each check proves that what it covers happens: that dropout drops, that hooks run, that a
+pad matters.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from torch import Tensor, nn
 
 import weft.integrations
 from tests.integrations import zoo
-from tests.integrations.parity import Step, apart
+from tests.integrations.parity import Step, gradient_distance
 from weft.integrations import adopt, masks
 from weft.integrations import transformers as attention
 from weft.report import Report
 
 BOUND = 5e-6
-WORST = 100 * BOUND  # of badly conditioned models
+WORST = 100 * BOUND  # for badly conditioned models
 PADS = 7
 
 
 class Skip(Exception):
-    """Why a check does not apply to a model."""
+    """Reason a check does not apply to a model."""
 
 
 class Result(NamedTuple):
@@ -61,22 +61,22 @@ class Result(NamedTuple):
         return far._replace(loss=max(losses, default=None))
 
     def is_fine(self) -> bool:
-        """Whether distances are within BOUND, or the model's own fault: its fp32 is not much closer to fp64."""
+        """Return whether distances are within BOUND, or due to the model: its fp32 is hardly closer to fp64."""
         if self.off <= BOUND and (self.loss or 0.0) <= BOUND:
             return True
         if self.from_fp64 is None or not self.off <= WORST:
             return False
-        mine, its = self.from_fp64
-        return mine <= 2 * its and (self.loss or 0.0) <= BOUND
+        weft, unchanged = self.from_fp64
+        return weft <= 2 * unchanged and (self.loss or 0.0) <= BOUND
 
 
 class Row(NamedTuple):
-    """Results of the checks of a model; those that do not apply to it are not among them."""
+    """Results of the checks of a model, without those that do not apply."""
 
     entry: zoo.Entry
     report: Report
     results: dict[str, Result]
-    engines: Counter[str]  # who computed attention: "Weft", or why PyTorch did
+    engines: Counter[str]  # engines of attention: "Weft", or the reason for PyTorch
 
     @property
     def failures(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 class Subject:
-    """A model of the zoo, and how it is asked."""
+    """Model of the zoo, and its inputs."""
 
     def __init__(self, entry: zoo.Entry) -> None:
         attention.register()
@@ -106,7 +106,7 @@ class Subject:
         return model
 
     def variants(self, *names: str, **options: Any) -> Iterator[tuple[str, Any]]:
-        """The model with Weft: "apply", "attention", or both."""
+        """Yield the model with Weft: "apply", "attention", or both."""
         for name in names or ("apply", "attention", "both"):
             model = self.unchanged(**options)
             if name != "attention":
@@ -116,29 +116,29 @@ class Subject:
             yield name, model
 
     def padded(self, how: str) -> dict[str, Tensor]:
-        """A batch whose first sample has pads: on the left, on the right, or between its tokens."""
+        """Return a batch whose first sample has padding: on the left, on the right, or between its tokens."""
         if "input_ids" not in self.inputs:
             raise Skip("no tokens to pad")
         mask = torch.ones_like(self.inputs["input_ids"])
-        place = {"left": slice(0, PADS), "right": slice(-PADS, None), "hole": slice(9, 9 + PADS)}[how]
-        mask[0, place] = 0
+        padded_tokens = {"left": slice(0, PADS), "right": slice(-PADS, None), "hole": slice(9, 9 + PADS)}[how]
+        mask[0, padded_tokens] = 0
         return {**self.inputs, "attention_mask": mask}
 
 
 def step(model: Any, inputs: dict[str, Any], seed: int = 0) -> Step:
     model.zero_grad()
     torch.manual_seed(seed)
-    numpy.random.seed(seed)  # models of speech mask what they hear
+    numpy.random.seed(seed)  # speech models mask their inputs at random
     inputs = {
-        name: given.to(model.dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
-        for name, given in inputs.items()
+        name: value.to(model.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
     }
     with mock.patch.object(nn.functional, "ctc_loss", ctc_loss):
         return Step.of(model(**inputs).loss, model)
 
 
 def ctc_loss(log_probs: Tensor, *args: Any, own: Any = nn.functional.ctc_loss, **options: Any) -> Tensor:
-    """Compute the loss in fp64. In fp32 its sums of logarithms round gradients by 1e-5, whoever made the logits."""
+    """Compute the loss in fp64. In fp32 its sums of logarithms round gradients by 1e-5, with any logits."""
     loss: Tensor = own(log_probs.double(), *args, **options)
     return loss
 
@@ -148,14 +148,14 @@ def logits(model: Any, inputs: dict[str, Any]) -> Tensor:
         return model(**inputs).logits.clone()
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    assert found.shape == wanted.shape
-    assert bool(wanted.isfinite().all())
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert bool(expected.isfinite().all())
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def farthest(distances: Iterable[float]) -> Result:
-    """Return the largest distance of logits, or the first that is beyond BOUND or not a number."""
+    """Return the largest distance of logits, or the first that is beyond BOUND or NaN."""
     worst = 0.0
     for off in distances:
         if not off <= BOUND:
@@ -175,16 +175,18 @@ def require(condition: Any, what: str) -> None:
 def compare(
     subject: Subject, run: Callable[[Any], Step], *variants: str, wanted: Step | None = None, **options: Any
 ) -> Result:
-    """Return how far a step's loss and gradients are from the unchanged model's, at worst. Gradients beyond BOUND are
-    compared with fp64 as well."""
+    """Return the largest distance of a step's loss and gradients from the unchanged model's. Gradients beyond BOUND are
+    also compared with fp64."""
     wanted = run(subject.unchanged(**options)) if wanted is None else wanted
     worst = Result(0.0, 0.0)
     for _, model in subject.variants(*variants, **options):
-        found = run(model)
-        result = Result(apart(found, wanted), abs(found.loss - wanted.loss) / abs(wanted.loss))
+        actual = run(model)
+        result = Result(gradient_distance(actual, wanted), abs(actual.loss - wanted.loss) / abs(wanted.loss))
         if not result.off <= BOUND:
             exact = run(in_double(subject.unchanged(**options)))
-            result = result._replace(from_fp64=(apart(found, exact), apart(wanted, exact)))
+            result = result._replace(
+                from_fp64=(gradient_distance(actual, exact), gradient_distance(wanted, exact))
+            )
         if not result.is_fine():
             return result
         worst = worst.worse(result)
@@ -193,42 +195,42 @@ def compare(
 
 def in_double(model: Any) -> Any:
     if any(adopt.is_experts(module) for module in model.modules()):
-        model.set_experts_implementation("eager")  # the others multiply no fp64
+        model.set_experts_implementation("eager")  # other implementations have no fp64 products
     return model.double()
 
 
 def check_training(subject: Subject) -> Result:
-    """Loss and gradients of a step."""
+    """Compare loss and gradients of a step."""
     return compare(subject, lambda model: step(model, subject.inputs))
 
 
 def check_evaluation(subject: Subject) -> Result:
-    """Logits, all tokens visible."""
+    """Compare logits with all tokens visible."""
     wanted = logits(subject.unchanged().eval(), subject.inputs)
     return farthest(distance(logits(model.eval(), subject.inputs), wanted) for _, model in subject.variants())
 
 
 def check_padding(subject: Subject, how: str) -> Result:
-    """Logits of a padded batch: all of them, if the model's own attention is `sdpa`; else those of tokens that see a
-    key, since eager attention has something arbitrary for the others."""
+    """Compare logits of a padded batch: all of them if the model's own attention is `sdpa`, else those of tokens that
+    see a key, since eager attention has arbitrary results for the others."""
     inputs = subject.padded(how)
     wanted = logits(subject.unchanged().eval(), inputs)
     keep = torch.ones_like(inputs["attention_mask"], dtype=torch.bool)
     if subject.own == "eager":
         keep = inputs["attention_mask"].bool()
     if wanted.shape[:2] != keep.shape:
-        raise Skip("its logits are not those of its tokens")
+        raise Skip("its logits do not correspond to its tokens")
     changed = distance(wanted, logits(subject.unchanged().eval(), subject.inputs))
     if changed == 0:
-        raise Skip("takes no notice of pads")
-    require(changed > 1e-4, "pads change nothing")
+        raise Skip("ignores padding")
+    require(changed > 1e-4, "padding changes nothing")
     return farthest(
         distance(logits(model.eval(), inputs)[keep], wanted[keep]) for _, model in subject.variants("both")
     )
 
 
 def check_packed(subject: Subject) -> Result:
-    """Logits of two packed sequences, by positions, and by starts if Weft attends."""
+    """Compare logits of two packed sequences, by positions, and by starts if Weft computes attention."""
     if subject.entry.kind != "causal":
         raise Skip("no packed batches")
     first, tokens = 10, zoo.LENGTH
@@ -239,8 +241,10 @@ def check_packed(subject: Subject) -> Result:
         wanted = logits(own, {**inputs, "position_ids": positions})
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise Skip("takes no position_ids") from error
-    found = {**inputs, "position_ids": positions}
-    worst = farthest(distance(logits(model.eval(), found), wanted) for _, model in subject.variants("both"))
+    packed_inputs = {**inputs, "position_ids": positions}
+    worst = farthest(
+        distance(logits(model.eval(), packed_inputs), wanted) for _, model in subject.variants("both")
+    )
     alone = [
         logits(own, {**inputs, "input_ids": part})
         for part in inputs["input_ids"].split([first, tokens - first], 1)
@@ -248,21 +252,27 @@ def check_packed(subject: Subject) -> Result:
     if distance(torch.cat(alone, 1), wanted) > 1e-4:
         return worst  # the model's own attention does not keep sequences apart
     starts = torch.tensor([0, first, tokens, tokens + first, 2 * tokens], dtype=torch.int32)
-    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    starts_of_sequences = {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": 20,
+        "max_length_k": 20,
+    }
     by_starts = (
-        distance(logits(model.eval(), {**found, **given}), wanted) for _, model in subject.variants("both")
+        distance(logits(model.eval(), {**packed_inputs, **starts_of_sequences}), wanted)
+        for _, model in subject.variants("both")
     )
     return farthest([worst.off, *by_starts])
 
 
 def check_dropout(subject: Subject) -> Result:
-    """A step with dropout, wherever the model has any: the same numbers are drawn."""
+    """Compare a step with dropout wherever the model has any: the same random numbers are drawn."""
     try:
         own = subject.unchanged(dropout=0.2)
         wanted = step(own, subject.inputs, seed=1)
     except ValueError as error:
         raise Skip("refuses dropout") from error
-    if apart(step(own, subject.inputs, seed=2), wanted) < 1e-3:
+    if gradient_distance(step(own, subject.inputs, seed=2), wanted) < 1e-3:
         raise Skip("no dropout")
     return compare(
         subject, lambda model: step(model, subject.inputs, seed=1), "both", wanted=wanted, dropout=0.2
@@ -270,7 +280,7 @@ def check_dropout(subject: Subject) -> Result:
 
 
 class Hooks:
-    """Hooks that change what modules get and return, and count their calls."""
+    """Hooks that change the inputs and outputs of modules, and count their calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: Counter[str] = Counter()
@@ -290,28 +300,34 @@ class Hooks:
 
 
 def check_hooks(subject: Subject) -> Result:
-    """A step with hooks on every leaf and every feed-forward layer: each runs as often as in the unchanged model."""
+    """Compare a step with hooks on every leaf and feed-forward layer: each runs as often as in the unchanged model."""
     counts: list[Counter[str]] = []
 
     def run(model: Any) -> Step:
         hooks = Hooks(model)
-        if model.dtype != torch.float64:  # whose experts run one by one
+        if model.dtype != torch.float64:  # in fp64 experts run one by one
             counts.append(hooks.calls)
         return step(model, subject.inputs)
 
     wanted = run(subject.unchanged())
     require(len(counts[0]) > 5, "no hook runs")
-    require(apart(wanted, step(subject.unchanged(), subject.inputs)) > 1e-4, "hooks change nothing")
+    require(
+        gradient_distance(wanted, step(subject.unchanged(), subject.inputs)) > 1e-4, "hooks change nothing"
+    )
     off = compare(subject, run, "both", wanted=wanted)
-    for mine in counts[1:]:
-        if mine != counts[0]:
-            differ = {name: (mine[name], count) for name, count in counts[0].items() if mine[name] != count}
-            raise AssertionError(f"hooks ran (with Weft, unchanged) {differ}")
+    for weft_counts in counts[1:]:
+        if weft_counts != counts[0]:
+            differences = {
+                name: (weft_counts[name], count)
+                for name, count in counts[0].items()
+                if weft_counts[name] != count
+            }
+            raise AssertionError(f"hooks ran (with Weft, unchanged) {differences}")
     return off
 
 
 def check_cross_attention(subject: Subject) -> Result:
-    """Logits of a decoder that is shorter than its encoder, whose sample has pads."""
+    """Compare logits of a decoder that is shorter than its encoder, one sample of which has padding."""
     if subject.entry.kind not in ("seq2seq", "speech"):
         raise Skip("no cross attention")
     inputs = dict(subject.inputs) if subject.entry.kind == "speech" else subject.padded("right")
@@ -322,12 +338,12 @@ def check_cross_attention(subject: Subject) -> Result:
     name = "input_features" if subject.entry.kind == "speech" else "input_ids"
     other = inputs[name].clone()
     other[..., -PADS - 1] = 3 + (other[..., -PADS - 1] + 1) % 100
-    require(distance(logits(own, {**inputs, name: other}), wanted) > 1e-6, "the encoder counts for nothing")
+    require(distance(logits(own, {**inputs, name: other}), wanted) > 1e-6, "the encoder changes nothing")
     return farthest(distance(logits(model.eval(), inputs), wanted) for _, model in subject.variants("both"))
 
 
 def check_generation(subject: Subject) -> Result:
-    """The same tokens are generated from a prompt with pads on the left, with a cache."""
+    """Compare tokens generated from a prompt with padding on the left, with a cache."""
     if subject.entry.kind == "masked" or not subject.model.can_generate():
         raise Skip("does not generate")
     inputs = subject.padded("left")
@@ -340,17 +356,17 @@ def check_generation(subject: Subject) -> Result:
 
     try:
         wanted = generate(subject.unchanged())
-    except Exception as error:  # whatever a model raises that cannot generate from such a prompt
+    except Exception as error:  # a model that cannot generate from such a prompt may raise anything
         raise Skip(f"does not generate: {type(error).__name__}") from error
     for name, model in subject.variants("both"):
-        found = generate(model)
-        if not torch.equal(found, wanted):
-            raise AssertionError(f"{name}: {found.tolist()} for {wanted.tolist()}")
+        tokens = generate(model)
+        if not torch.equal(tokens, wanted):
+            raise AssertionError(f"{name}: {tokens.tolist()} for {wanted.tolist()}")
     return Result(0.0)
 
 
 def check_checkpointing(subject: Subject) -> Result:
-    """Gradients of a step whose layers run again in backward."""
+    """Compare gradients of a step whose layers run again in backward."""
     if not subject.model.supports_gradient_checkpointing:
         raise Skip("no checkpointing")
     inputs = subject.inputs | ({"use_cache": False} if subject.entry.kind in ("causal", "seq2seq") else {})
@@ -361,13 +377,13 @@ def check_checkpointing(subject: Subject) -> Result:
 
     try:
         wanted = run(subject.unchanged())
-    except Exception as error:  # whatever a model raises that cannot run its layers again
+    except Exception as error:  # a model that cannot rerun its layers may raise anything
         raise Skip("does not run again") from error
     return compare(subject, run, "both", wanted=wanted)
 
 
 def check_frozen(subject: Subject) -> Result:
-    """Gradients of a step in which norms, and then the head and embeddings, get none."""
+    """Compare gradients of a step in which norms, and then the head and embeddings, are frozen."""
 
     def run(model: Any, names: tuple[str, ...]) -> Step:
         for name, parameter in model.named_parameters():
@@ -382,7 +398,7 @@ def check_frozen(subject: Subject) -> Result:
 
 
 def check_state(subject: Subject) -> Result:
-    """`apply` changes nothing but forwards: no parameter, buffer, mode or random number."""
+    """Check that `apply` changes nothing but forwards: no parameter, buffer, mode or random state."""
     model = subject.unchanged()
     before = {name: value.clone() for name, value in model.state_dict(keep_vars=False).items()}
     buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -401,26 +417,26 @@ def check_state(subject: Subject) -> Result:
 
 
 def check_reached(subject: Subject) -> Result:
-    """Weft computes every replaced module that the unchanged model calls; none goes back to its class."""
-    back: Counter[str] = Counter()
+    """Check that Weft computes every replaced module that the unchanged model calls; none falls back to its class."""
+    fallbacks: Counter[str] = Counter()
     reached: set[int] = set()
 
-    def rotate(options: Any, theirs: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        def own(*given: Any, **other: Any) -> Any:
-            back[options.name] += 1
-            return theirs(*given, **other)
+    def rotate(options: Any, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        def own(*inputs: Any, **options_of_call: Any) -> Any:
+            fallbacks[options.name] += 1
+            return original(*inputs, **options_of_call)
 
         reached.add(0)
-        return turn(options, own, *args, **named)
+        return rotate_by_weft(options, own, *args, **named)
 
-    def noted(own: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            back[type(self).__name__] += adopt._is_replaced(self)
+            fallbacks[type(self).__name__] += adopt._is_replaced(self)
             return own(self, *args, **named)
 
         return forward
 
-    def noting(own: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any) -> Any:
             reached.add(id(module))
             return own(module, *args)
@@ -432,34 +448,34 @@ def check_reached(subject: Subject) -> Result:
     for name, module in own.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     step(own, subject.inputs)
-    turn, model = adopt._rotate, subject.unchanged()
+    rotate_by_weft, model = adopt._rotate, subject.unchanged()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(adopt, "_rotate", rotate))
         forwards = list(adopt._FORWARDS)
         for name in ("norm_forward", "mlp_forward", "experts_forward", "router_forward", "head_forward"):
-            forwards.append(noting(getattr(adopt, name)))
+            forwards.append(recording(getattr(adopt, name)))
             patches.enter_context(mock.patch.object(adopt, name, forwards[-1]))
         patches.enter_context(mock.patch.object(adopt, "_FORWARDS", tuple(forwards)))
         report = weft.integrations.apply(model, rope=True, router=True)
         modules = dict(model.named_modules())
         changed = [entry for entry in report.entries if entry.changed]
         for kind in {type(modules[entry.name]) for entry in changed if entry.kind not in ("rope", "loss")}:
-            patches.enter_context(mock.patch.object(kind, "forward", noted(kind.forward)))
-        back.clear()
+            patches.enter_context(mock.patch.object(kind, "forward", counting(kind.forward)))
+        fallbacks.clear()
         reached.clear()
         step(model, subject.inputs)
-    if +back:
-        raise AssertionError(f"replaced, and not computed by Weft: {dict(+back)}")
-    places = {entry.name: 0 if entry.kind == "rope" else id(modules[entry.name]) for entry in changed}
-    missed = sorted(name for name in places.keys() & called if places[name] not in reached)
+    if +fallbacks:
+        raise AssertionError(f"replaced, but not computed by Weft: {dict(+fallbacks)}")
+    identities = {entry.name: 0 if entry.kind == "rope" else id(modules[entry.name]) for entry in changed}
+    missed = sorted(name for name in identities.keys() & called if identities[name] not in reached)
     if missed:
-        raise AssertionError(f"replaced, and not called: {missed}")
+        raise AssertionError(f"replaced, but not called: {missed}")
     return Result(0.0)
 
 
 @contextmanager
 def counted(engines: Counter[str]) -> Iterator[None]:
-    """Count who computes attention: "Weft", or why PyTorch does."""
+    """Count the engines of attention: "Weft", or the reason for PyTorch."""
 
     def by_weft(*args: Any, own: Any = attention.attention, **options: Any) -> Any:
         engines["Weft"] += 1
@@ -478,7 +494,7 @@ def counted(engines: Counter[str]) -> Iterator[None]:
 def why_pytorch(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> str:
-    """Return why a call is left to PyTorch's attention."""
+    """Return the reason a call is left to PyTorch's attention."""
     for name in attention.OF_PYTORCH:
         if options.get(name) is not None:
             return name
@@ -515,7 +531,7 @@ CHECKS: dict[str, Callable[[Subject], Result]] = {
 
 
 def examine(entry: zoo.Entry, *checks: str) -> Row:
-    """Build a model and run checks on it, all by default. Raises what building it or running it unchanged raises."""
+    """Build a model and run checks on it, all by default. Raises what building or running it unchanged raises."""
     return examined(Subject(entry), *checks)
 
 
@@ -524,7 +540,7 @@ def examined(subject: Subject, *checks: str) -> Row:
     engines: Counter[str] = Counter()
     results: dict[str, Result] = {}
     for name in checks or CHECKS:
-        # With dropout, and for a batch that has pads between tokens, PyTorch attends by design.
+        # With dropout, and for a batch with padding between tokens, PyTorch computes attention by design.
         usual = name in ("training", "evaluation", "left pads", "right pads", "packed", "cross")
         try:
             with counted(engines if usual else Counter()):
@@ -533,10 +549,10 @@ def examined(subject: Subject, *checks: str) -> Row:
                 result = result._replace(failure=str(result))
         except Skip:
             continue
-        except Exception as error:  # whatever a model raises with Weft is a result
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
-            failure = f"{type(error).__name__}: {str(error)[:300]} ({place})"
+        except Exception as error:  # anything a model raises with Weft is a result
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            location = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+            failure = f"{type(error).__name__}: {str(error)[:300]} ({location})"
             result = Result(float("nan"), failure=failure)
         results[name] = result
     report = weft.integrations.apply(subject.unchanged(), rope=True, router=True)
@@ -548,10 +564,10 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="Compare tiny models of transformers with Weft and without.")
     parser.add_argument("names", nargs="*", help="classes; all of them by default")
-    parser.add_argument("--page", type=Path, help="write the table there, if nothing failed")
+    parser.add_argument("--page", type=Path, help="write the page to this file if nothing failed")
     options = parser.parse_args()
     if options.page and options.names:
-        parser.error("--page is for all models: leave out the names")
+        parser.error("--page covers all models: remove the names")
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     rows: list[Row] = []
@@ -561,10 +577,10 @@ def main() -> None:
             continue
         try:
             subject = Subject(entry)
-        except Exception as error:  # a model that cannot be built small, or does not run by itself
-            known = isinstance(error, zoo.CannotBuild)
+        except Exception as error:  # a model that cannot be built small, or does not run unchanged
+            is_known = isinstance(error, zoo.CannotBuild)
             left_out[entry.name] = (
-                str(error) if known else f"the unchanged model raises {type(error).__name__}"
+                str(error) if is_known else f"the unchanged model raises {type(error).__name__}"
             )
             print(f"{entry.name}: left out, {type(error).__name__}: {str(error)[:100]!r}", flush=True)
             continue

@@ -1,4 +1,4 @@
-"""Weft in models that know nothing of it, beside the same models without it."""
+"""Weft in models that know nothing of it, compared with the same models without it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ import weft.integrations
 from tests.catalogue.calls import compiled_variants
 from tests.integrations.tiny import MODELS, batch, build, distance, step
 from weft.integrations.logits import DeferredLogits
-from weft.integrations.recognise import RouterOptions, recognise_norm, recognise_router
-from weft.integrations.rotations import recognise_rotary, rotating_functions
+from weft.integrations.recognize import RouterOptions, recognize_norm, recognize_router
+from weft.integrations.rotations import recognize_rotary, rotating_functions
 from weft.integrations.trials import LeftAlone
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[DeferredLogits]:
-    """The logits that were made."""
-    found: list[DeferredLogits] = []
+def computed_logits(monkeypatch: pytest.MonkeyPatch) -> list[DeferredLogits]:
+    """Return the list of logits that were computed."""
+    computed: list[DeferredLogits] = []
     make = DeferredLogits.tensor
 
-    def noted(self: DeferredLogits) -> Tensor:
-        if self.made is None and self.origin is None:
-            found.append(self)
+    def recording(self: DeferredLogits) -> Tensor:
+        if self.computed is None and self.origin is None:
+            computed.append(self)
         return make(self)
 
-    monkeypatch.setattr(DeferredLogits, "tensor", noted)
-    return found
+    monkeypatch.setattr(DeferredLogits, "tensor", recording)
+    return computed
 
 
 # ---- parity ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fp32_is_the_unchanged_model(name: str, made: list[DeferredLogits]) -> None:
+def test_fp32_results_match_the_unchanged_model(name: str, computed_logits: list[DeferredLogits]) -> None:
     model = build(name)
     loss, gradients = step(model)
     report = weft.integrations.apply(model, strict=True)
@@ -51,17 +51,17 @@ def test_fp32_is_the_unchanged_model(name: str, made: list[DeferredLogits]) -> N
     assert report.count("loss") == 1
     assert report.count("experts") == {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}.get(name, 0)
     assert report.count("mlp") == {"qwen3_moe": 0, "gpt_oss": 0}.get(name, 2)
-    mine, found = step(model)
-    assert not made
-    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
-    assert distance(found, gradients) < 5e-6
-    # Rope and router on request, as well.
+    weft_loss, weft_gradients = step(model)
+    assert not computed_logits
+    torch.testing.assert_close(weft_loss, loss, rtol=1e-6, atol=1e-6)
+    assert distance(weft_gradients, gradients) < 5e-6
+    # Rope and router are added on request.
     report = weft.integrations.apply(model, strict=True, rope=True, router=report.count("experts") > 0)
     assert report.count("rope") == 2
     assert report.count("router") == report.count("experts")
-    mine, found = step(model)
-    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
-    assert distance(found, gradients) < 5e-6
+    weft_loss, weft_gradients = step(model)
+    torch.testing.assert_close(weft_loss, loss, rtol=1e-6, atol=1e-6)
+    assert distance(weft_gradients, gradients) < 5e-6
     weft.integrations.unapply(model)
     again, unchanged = step(model)
     assert torch.equal(again, loss)
@@ -75,19 +75,19 @@ def test_fp32_is_the_unchanged_model(name: str, made: list[DeferredLogits]) -> N
         for name in MODELS
     ],
 )
-def test_bf16_is_no_further_from_fp64(name: str) -> None:
-    """Than the unchanged model. What fp64 routes where is replayed: a token with two experts that are nearly as good as
-    each other would otherwise go elsewhere after any rounding."""
+def test_bf16_is_no_further_from_fp64_than_the_unchanged_model(name: str) -> None:
+    """The routing of fp64 is replayed: otherwise rounding would route tokens with two nearly tied experts
+    differently."""
     routed: list[tuple[Tensor, Tensor]] = []
 
     def replay(model: Any, exact: bool) -> None:
-        place = iter(range(99))
+        position = iter(range(99))
 
         def replaced(_: nn.Module, inputs: Any) -> Any:
             hidden, indices, weights = inputs
             if exact:
                 routed.append((indices, weights.detach()))
-            indices, weights = routed[next(place)]
+            indices, weights = routed[next(position)]
             return hidden, indices, weights.to(hidden.dtype)
 
         for module in model.modules():
@@ -104,28 +104,28 @@ def test_bf16_is_no_further_from_fp64(name: str) -> None:
         replay(model, exact=kind == "exact")
         gradients[kind] = step(model)[1]
     assert len(routed) == {"qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}.get(name, 0)
-    mine, theirs = (distance(gradients[kind], gradients["exact"]) for kind in ("mine", "theirs"))
-    print(f"{name}: {mine:.4f}, unchanged {theirs:.4f}")
-    assert 1e-3 < mine < 1.25 * theirs, (mine, theirs)
+    weft_error, model_error = (distance(gradients[kind], gradients["exact"]) for kind in ("mine", "theirs"))
+    print(f"{name}: {weft_error:.4f}, unchanged {model_error:.4f}")
+    assert 1e-3 < weft_error < 1.25 * model_error, (weft_error, model_error)
 
 
 # ---- logits ---------------------------------------------------------------------------------------------
 
 
-def test_logits_are_made_when_they_are_read(made: list[DeferredLogits]) -> None:
+def test_logits_are_computed_when_they_are_read(computed_logits: list[DeferredLogits]) -> None:
     model, inputs = build("gemma3"), batch()
     wanted = model(**inputs).logits
     weft.integrations.apply(model)
-    found = model(**inputs).logits
-    assert not made
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    assert "not made" in repr(found)
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
-    assert len(made) == 1
-    torch.testing.assert_close(found + 0, wanted)
-    torch.testing.assert_close(torch.softmax(found, -1), wanted.softmax(-1))
-    assert len(made) == 1, "they are made once"
+    logits = model(**inputs).logits
+    assert not computed_logits
+    assert logits.shape == wanted.shape
+    assert logits.dtype == wanted.dtype
+    assert "not made" in repr(logits)
+    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+    assert len(computed_logits) == 1
+    torch.testing.assert_close(logits + 0, wanted)
+    torch.testing.assert_close(torch.softmax(logits, -1), wanted.softmax(-1))
+    assert len(computed_logits) == 1, "they are computed once"
     model.eval()
     assert type(model(**inputs).logits) is Tensor
     model.train()
@@ -142,7 +142,7 @@ def test_the_same_tokens_are_generated() -> None:
 
 
 @pytest.mark.parametrize("way", ["checkpointing", "autocast", "accumulated"])
-def test_no_logits_in_training(way: str, made: list[DeferredLogits]) -> None:
+def test_training_computes_no_logits(way: str, computed_logits: list[DeferredLogits]) -> None:
     """`accumulated`: the Trainer divides the sum of losses by the number of tokens of all its batches."""
 
     def run(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -156,32 +156,33 @@ def test_no_logits_in_training(way: str, made: list[DeferredLogits]) -> None:
     loss, gradients = run(build("llama"))
     model = build("llama")
     weft.integrations.apply(model)
-    mine, found = run(model)
-    assert not made
-    assert mine.dtype == loss.dtype
+    weft_loss, weft_gradients = run(model)
+    assert not computed_logits
+    assert weft_loss.dtype == loss.dtype
     bound = 0.03 if way == "autocast" else 5e-6
-    torch.testing.assert_close(mine, loss, rtol=bound, atol=bound)
-    assert distance(found, gradients) < bound
+    torch.testing.assert_close(weft_loss, loss, rtol=bound, atol=bound)
+    assert distance(weft_gradients, gradients) < bound
 
 
-def test_compiled(made: list[DeferredLogits]) -> None:
-    """As one graph."""
+def test_applied_models_compile_to_one_graph(computed_logits: list[DeferredLogits]) -> None:
+    """The graph has no breaks, as fullgraph=True ensures."""
     model, inputs = build("llama"), batch()
     loss, gradients = step(model)
     weft.integrations.apply(model, rope=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()
-    found = compiled(**inputs, use_cache=False)
-    found.loss.backward()
-    assert not made
-    torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-6)
+    output = compiled(**inputs, use_cache=False)
+    output.loss.backward()
+    assert not computed_logits
+    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=1e-6)
     assert distance({n: p.grad for n, p in model.named_parameters()}, gradients) < 5e-6
 
 
 @pytest.mark.slow
-def test_two_ranks() -> None:
-    """DDP, FSDP2, with checkpointing, and with the head sharded apart: its weight is there only while it is called. A
-    rank that reads logits alone gets them where the weight is there, and an error where it would wait for the other."""
+def test_two_ranks_match_the_unchanged_model() -> None:
+    """DDP and FSDP2 work, with checkpointing and with the head sharded separately, whose weight exists only while it is
+    called. A rank that reads logits alone gets them if the weight is there, else an error instead of waiting
+    forever."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(Path(__file__).parent / "ranks_adopt.py")
     done = subprocess.run([*launch, script], capture_output=True, text=True, timeout=500)
@@ -190,8 +191,8 @@ def test_two_ranks() -> None:
     assert len(lines) == 6, done.stdout
     for line in lines:
         name, _, rest = line.partition(": ")
-        apart, times = rest.split(" apart, logits made ")
-        assert float(apart) < (0.03 if "bf16" in name else 5e-6), line
+        error, times = rest.split(" apart, logits made ")
+        assert float(error) < (0.03 if "bf16" in name else 5e-6), line
         assert times == "0 times", line
     reads = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("read alone"))
     assert reads["read alone, head in the root, before backward"] == "logits (2, 24)"
@@ -201,8 +202,10 @@ def test_two_ranks() -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_peft(order: str, made: list[DeferredLogits]) -> None:
-    """Adapters beside the projections of attention and of the feed-forward layer, put there before Weft or after it."""
+def test_peft_adapters_match_before_and_after_apply(
+    order: str, computed_logits: list[DeferredLogits]
+) -> None:
+    """Adapters on projections of attention and the feed-forward layer work, added before Weft or after it."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def adapted(model: Any) -> Any:
@@ -216,14 +219,14 @@ def test_peft(order: str, made: list[DeferredLogits]) -> None:
         model = adapted(model)
     report = weft.integrations.apply(model, strict=True)
     assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1)
-    mine, found = step(model if order == "before" else adapted(model))
-    assert not made
-    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=1e-6)
-    assert distance(found, gradients) < 5e-6
+    weft_loss, weft_gradients = step(model if order == "before" else adapted(model))
+    assert not computed_logits
+    torch.testing.assert_close(weft_loss, loss, rtol=1e-6, atol=1e-6)
+    assert distance(weft_gradients, gradients) < 5e-6
 
 
 class Own(nn.Module):
-    """A model of somebody's own."""
+    """A user's own model."""
 
     def __init__(self, softcap: float | None = None, scale: float = 1.0) -> None:
         super().__init__()
@@ -249,7 +252,7 @@ LOSSES = {
     "a mask": lambda y: nn.functional.cross_entropy(y[TARGET >= 0], TARGET[TARGET >= 0]),
     "one sample": lambda y: nn.functional.cross_entropy(input=y[1, ..., :], target=TARGET[1]),
 }
-# What is no such loss makes the logits: the last dimension elsewhere, probabilities, other arithmetic.
+# Anything but such a loss computes the logits: the last dimension elsewhere, probabilities, other arithmetic.
 OTHERS = {
     "classes second": lambda y: nn.functional.cross_entropy(y.transpose(1, 2), TARGET),
     "probabilities": lambda y: nn.functional.cross_entropy(y[0], torch.full((5, 50), 0.02)),
@@ -264,20 +267,22 @@ OTHERS = {
     "model", [Own(), Own(softcap=2.0), Own(softcap=1.5, scale=0.25)], ids=["", "cap", "both"]
 )
 @pytest.mark.parametrize("name", [*LOSSES, *OTHERS])
-def test_losses_of_own_models(name: str, model: nn.Module, made: list[DeferredLogits]) -> None:
+def test_losses_of_own_models_match(
+    name: str, model: nn.Module, computed_logits: list[DeferredLogits]
+) -> None:
     x = torch.randn(2, 5, 32, requires_grad=True)
     loss = (LOSSES | OTHERS)[name]
     model = copy.deepcopy(model)
     wanted = plain(loss, model, x)
     weft.integrations.apply(model, strict=True)
-    found = plain(loss, model, x)
-    assert len(made) == (name in OTHERS)
-    for mine, its in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+    results = plain(loss, model, x)
+    assert len(computed_logits) == (name in OTHERS)
+    for actual, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_changed_logits_are_the_ones_that_count() -> None:
-    """Views know that what they are views of was changed in place."""
+def test_logits_changed_in_place_are_used() -> None:
+    """Views notice that their base was changed in place."""
     model, x, target = Own(), torch.randn(5, 32), TARGET[0]
     weft.integrations.apply(model)
     logits = model(x)
@@ -309,7 +314,7 @@ def test_new_lengths_compile_nothing() -> None:
     assert compiled_variants() == before
 
 
-def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
+def test_apply_changes_only_forward_of_one_instance() -> None:
     model, other = build("qwen3"), build("qwen3")
     keys, text, loss = list(model.state_dict()), repr(model), step(other)[0]
     first = str(weft.integrations.apply(model))
@@ -328,7 +333,7 @@ def test_one_instance_is_changed_and_nothing_of_it_but_forward() -> None:
     assert torch.equal(step(model)[0], loss)
 
 
-def test_kinds_are_chosen() -> None:
+def test_kinds_are_selectable() -> None:
     model = build("deepseek_v3")
     report = weft.integrations.apply(model, norm=False, loss=False)
     assert {entry.kind for entry in report.entries} == {"mlp", "experts"}
@@ -344,7 +349,7 @@ class Odd(nn.Module):
         self.sum_norm = SumNorm()
         self.mlp = OddMLP()
         self.norm = nn.LayerNorm(8)
-        self.norm.forward = self.norm.forward  # as accelerate's hooks do
+        self.norm.forward = self.norm.forward  # like accelerate's hooks
 
 
 class SumNorm(nn.Module):
@@ -363,22 +368,22 @@ class OddMLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x) * 0.5)
 
 
-def test_what_is_not_recognised_is_left_alone() -> None:
+def test_unrecognized_modules_are_left_alone() -> None:
     model = Odd()
     report = weft.integrations.apply(model)
     assert not report.changed
     reasons = report.left
     assert reasons.keys() == {"batch_norm", "sum_norm", "mlp", "norm"}
-    assert "somebody else" in reasons["norm"]
+    assert "already replaced" in reasons["norm"]
     assert "left alone" in str(report)
     with pytest.raises(ValueError, match=r"(?s)sum_norm.*no head was found"):
         weft.integrations.apply(model, strict=True)
 
 
-def test_mistakes() -> None:
+def test_mistakes_are_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module; got a list"):
         weft.integrations.apply([nn.Linear(2, 2)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no part of the model"):
+    with pytest.raises(ValueError, match="must be a module of the model"):
         weft.integrations.apply(Own(), loss=nn.Linear(2, 2))
 
 
@@ -386,7 +391,7 @@ def test_mistakes() -> None:
 
 
 class Norm(nn.Module):
-    """RMSNorm in the orders of roundings that models have."""
+    """RMSNorm in the orders of rounding that models use."""
 
     def __init__(self, eps: float, offset: float, last: bool) -> None:
         super().__init__()
@@ -404,37 +409,37 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
-def test_norms_are_found_by_what_they_compute(eps: float, offset: float, last: bool) -> None:
+def test_norms_are_recognized_by_their_results(eps: float, offset: float, last: bool) -> None:
     module = Norm(eps, offset, last)
     if offset and not last:
-        # It rounds the sum of weight and offset to bf16, which no option of Weft does.
+        # It rounds the sum of weight and offset to bf16, for which Weft has no option.
         with pytest.raises(LeftAlone):
-            recognise_norm(module)
+            recognize_norm(module)
     else:
         casting = "fp32" if last else "llama"
-        assert recognise_norm(module) == ("rms", eps, offset, casting, not last, None, ("weight",))
+        assert recognize_norm(module) == ("rms", eps, offset, casting, not last, None, ("weight",))
 
 
 def test_a_norm_keeps_its_dtypes() -> None:
-    """Of bf16 rows and an fp32 weight, as in mixed precision."""
+    """Rows are bf16 and weights fp32, as in mixed precision."""
     for last in (False, True):
         model = nn.Sequential(Norm(1e-6, 0.0, last))
         x = torch.randn(7, 64).bfloat16()
         wanted = model(x)
         weft.integrations.apply(model)
-        found = model(x)
-        assert found.dtype == wanted.dtype == (torch.bfloat16 if last else torch.float32)
-        torch.testing.assert_close(found, wanted, rtol=1e-2 if last else 1e-6, atol=1e-6)
+        actual = model(x)
+        assert actual.dtype == wanted.dtype == (torch.bfloat16 if last else torch.float32)
+        torch.testing.assert_close(actual, wanted, rtol=1e-2 if last else 1e-6, atol=1e-6)
 
 
 def norms_of(package: str) -> Iterator[type[nn.Module]]:
-    """The classes named *RMSNorm of a package of transformers' models."""
+    """Yield the classes named *RMSNorm of a package of transformers' models."""
     import importlib
 
     module = importlib.import_module(package)
-    for name, found in sorted(vars(module).items()):
-        if name.endswith("RMSNorm") and isinstance(found, type) and found.__module__ == package:
-            yield found
+    for name, member in sorted(vars(module).items()):
+        if name.endswith("RMSNorm") and isinstance(member, type) and member.__module__ == package:
+            yield member
 
 
 def packages() -> list[str]:
@@ -448,21 +453,21 @@ def packages() -> list[str]:
     ]
 
 
-def assert_same_bits(found: Tensor, wanted: Tensor, module: nn.Module, x: Tensor, label: str) -> None:
-    """Equal in every bit, unless the exact number lies in the middle between two of bf16, to 1e-6 of it: there an fp32
-    sum decides, by the order of its terms."""
-    differ = found != wanted
+def assert_same_bits(actual: Tensor, expected: Tensor, module: nn.Module, x: Tensor, label: str) -> None:
+    """Assert equal bits, unless the exact value lies halfway between two bf16 values, to within 1e-6 of it: then an
+    fp32 sum decides, by the order of its terms."""
+    differ = actual != expected
     if not differ.any():
         return
     weft.integrations.unapply(module)
     exact = module.double()(x.double())[differ]
-    middle = (found.double() + wanted.double())[differ] / 2
+    middle = (actual.double() + expected.double())[differ] / 2
     assert ((exact - middle).abs() <= 1e-6 * exact.abs()).all(), label
 
 
 def check_norms(names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Which norms are recognised, all of them equal to their class in every bit, and why others are not."""
-    recognised, left = [], {}
+    """Return the recognized norms, each equal to its class in every bit, and the reasons for the others."""
+    recognized, left = [], {}
     x = torch.randn(33, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
     for name in names:
         for kind in norms_of(name):
@@ -475,31 +480,31 @@ def check_norms(names: list[str]) -> tuple[list[str], dict[str, str]]:
             for parameter in module.parameters():
                 parameter.data = torch.rand(parameter.shape).bfloat16() + 0.5
             try:
-                recognise_norm(module)
+                recognize_norm(module)
             except LeftAlone as reason:
                 left[label] = str(reason)
                 continue
             wanted = module(x)
             weft.integrations.apply(nn.Sequential(module))
             assert_same_bits(module(x), wanted, copy.deepcopy(module), x, label)
-            recognised.append(label)
-    return recognised, left
+            recognized.append(label)
+    return recognized, left
 
 
-def test_norms_of_transformers() -> None:
+def test_norms_of_transformers_are_recognized() -> None:
     models = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "t5")
-    recognised, left = check_norms([f"transformers.models.{name}.modeling_{name}" for name in models])
-    assert len(recognised) == 5, left
+    recognized, left = check_norms([f"transformers.models.{name}.modeling_{name}" for name in models])
+    assert len(recognized) == 5, left
 
 
 @pytest.mark.slow
-def test_all_norms_of_transformers() -> None:
-    """190 classes; those left alone are printed, so that a new release shows what it brought."""
-    recognised, left = check_norms(packages())
-    print(f"{len(recognised)} recognised, {len(left)} left alone")
+def test_all_norms_of_transformers_are_recognized() -> None:
+    """There are 190 classes; those left alone are printed, so that a new release shows its additions."""
+    recognized, left = check_norms(packages())
+    print(f"{len(recognized)} recognized, {len(left)} left alone")
     for name, reason in left.items():
         print(f"  {name}: {reason}")
-    assert len(recognised) > 150
+    assert len(recognized) > 150
     assert len(left) < 25
 
 
@@ -511,9 +516,9 @@ def attention_and_router(name: str) -> tuple[nn.Module, nn.Module]:
     )
 
 
-def test_routers_and_rotations_are_found_by_what_they_compute() -> None:
+def test_routers_and_rotations_are_recognized_by_their_results() -> None:
     _, router = attention_and_router("deepseek_v3")
-    assert recognise_router(router) == RouterOptions(
+    assert recognize_router(router) == RouterOptions(
         k=2,
         convention="deepseek_v3",
         renormalize=True,
@@ -525,33 +530,33 @@ def test_routers_and_rotations_are_found_by_what_they_compute() -> None:
     )
     attention, router = attention_and_router("qwen3_moe")
     router.norm_topk_prob = False  # type: ignore[assignment]
-    options = recognise_router(router)
+    options = recognize_router(router)
     assert not options.renormalize
     assert options.own_logits
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(5))
-    for mine, theirs in zip(
+    for actual, expected in zip(
         options(x, router.weight, None, None),  # type: ignore[arg-type]
         type(router).forward(router, x),  # type: ignore[attr-defined]
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(actual, expected)
     router.forward_noise = nn.Parameter(torch.zeros(3))
     with pytest.raises(LeftAlone, match="forward_noise"):
-        recognise_router(router)
-    (found,) = recognise_rotary(attention)
-    assert (found.tables, found.style, found.out_style) == ("halves", "neox", None)
+        recognize_router(router)
+    (rotation,) = recognize_rotary(attention)
+    assert (rotation.tables, rotation.style, rotation.out_style) == ("halves", "neox", None)
     q = torch.randn(2, 4, 7, 32)
-    assert not found.fits(q, torch.zeros(2, 7, 16))  # a part of a head: left to the model
-    with pytest.raises(ValueError, match=r"(?s)no attention was found for rope.*no router"):
+    assert not rotation.fits(q, torch.zeros(2, 7, 16))  # a part of a head: left to the model
+    with pytest.raises(ValueError, match=r"(?s)no attention rotates by a function.*no router"):
         weft.integrations.apply(Own(), rope=True, router=True, loss=False, strict=True)
 
 
 @pytest.mark.slow
-def test_all_rotations_of_transformers() -> None:
-    """Functions that attention calls to rotate; those left alone are printed."""
+def test_all_rotations_of_transformers_are_recognized() -> None:
+    """Functions that attention calls to rotate are recognized; those left alone are printed."""
     import importlib
 
-    recognised, left = [], {}
+    recognized, left = [], {}
     for name in packages():
         for kind in vars(importlib.import_module(name)).values():
             if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == name:
@@ -559,29 +564,29 @@ def test_all_rotations_of_transformers() -> None:
                 if not rotating_functions(probe):
                     continue
                 try:
-                    recognise_rotary(probe)
-                    recognised.append(kind.__name__)
+                    recognize_rotary(probe)
+                    recognized.append(kind.__name__)
                 except LeftAlone as reason:
                     left[kind.__name__] = str(reason)
-    print(f"{len(recognised)} recognised, {len(left)} left alone")
+    print(f"{len(recognized)} recognized, {len(left)} left alone")
     for label, reason in left.items():
         print(f"  {label}: {reason}")
-    assert len(recognised) > 100
+    assert len(recognized) > 100
     by_call = [name for name, reason in left.items() if "with other arguments than" in reason]
-    assert len(by_call) < 25  # those that say along which dimension cos and sin are the same
+    assert len(by_call) < 25  # they pass the dimension along which cos and sin are equal
     assert len(left) - len(by_call) < 25
 
 
-def test_whole_models_under_checkpoint(made: list[DeferredLogits]) -> None:
-    """Somebody checkpoints the whole model: its forward runs again in backward."""
+def test_checkpointing_the_whole_model_computes_no_logits(computed_logits: list[DeferredLogits]) -> None:
+    """If a user checkpoints the whole model, its forward runs again in backward."""
     model = Own()
     weft.integrations.apply(model)
     x = torch.randn(2, 5, 32, requires_grad=True)
     loss = LOSSES["shifted"]
     wanted = plain(loss, model, x)
-    found = torch.autograd.grad(
+    results = torch.autograd.grad(
         checkpoint(lambda x: loss(model(x)), x, use_reentrant=False), [x, *model.parameters()]
     )
-    assert not made
-    for mine, its in zip(found, wanted, strict=True):
-        assert torch.equal(mine, its)
+    assert not computed_logits
+    for actual, expected in zip(results, wanted, strict=True):
+        assert torch.equal(actual, expected)

@@ -1,4 +1,4 @@
-"""The options that docs/arithmetic.md names, beside the classes of transformers that they reproduce, in bf16."""
+"""Options that docs/arithmetic.md names, compared with the transformers classes they reproduce, in bf16."""
 
 from __future__ import annotations
 
@@ -27,38 +27,42 @@ GATED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(model: str, name: str, dtype: torch.dtype) -> Any:
-    """A norm of transformers over 200 numbers, with random weights."""
+def build_norm(model: str, name: str, dtype: torch.dtype) -> Any:
+    """Build a norm of transformers over 200 elements, with random weights."""
     module = import_module(f"transformers.models.{model}.modeling_{model}")
     norm = getattr(module, name)(200, eps=1e-6).to(dtype)
     norm.weight.data.normal_(1.0, 0.3)
     return norm
 
 
-def assert_same_numbers(got: Tensor, wanted: Tensor) -> None:
-    """But for those where a function of fp32 is rounded to the other side."""
+def assert_same_values(got: Tensor, wanted: Tensor) -> None:
+    """Assert equal values, except where an fp32 function rounds to the other side."""
     assert got.dtype == wanted.dtype
     assert (got != wanted).float().mean() < 1e-3
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NORMS)
-def test_norm(name: str) -> None:
+def test_norms_match_transformers(name: str) -> None:
     kind, dtype, options = NORMS[name]
-    norm, x = made(name.partition(",")[0], kind, dtype), torch.randn(64, 200).to(BF16)
-    assert_same_numbers(weft.rms_norm(x, norm.weight, **options), norm(x))
+    norm, x = build_norm(name.partition(",")[0], kind, dtype), torch.randn(64, 200).to(BF16)
+    assert_same_values(weft.rms_norm(x, norm.weight, **options), norm(x))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model", GATED)
-def test_gated_norm(model: str) -> None:
+def test_gated_norms_match_transformers(model: str) -> None:
     kind, options = GATED[model]
-    norm, x, gate = made(model, kind, BF16), torch.randn(64, 200).to(BF16), 2 * torch.randn(64, 200).to(BF16)
-    assert_same_numbers(weft.gated_norm(x, gate, norm.weight, **options), norm(x, gate))
+    norm, x, gate = (
+        build_norm(model, kind, BF16),
+        torch.randn(64, 200).to(BF16),
+        2 * torch.randn(64, 200).to(BF16),
+    )
+    assert_same_values(weft.gated_norm(x, gate, norm.weight, **options), norm(x, gate))
 
 
-def test_rotation_of_deepseek() -> None:
-    """In fp32, where three roundings are hardly more than one."""
+def test_the_rotation_of_deepseek_matches() -> None:
+    """Three roundings differ little from one in fp32."""
     module = import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
     q, angles = torch.randn(2, 4, 16, 64), torch.randn(2, 16, 32)
     cos, sin = (torch.cat([table, table], -1) for table in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""Weft's ops found in graphs of models that know nothing of them."""
+"""Weft's ops found in the graphs of models that know nothing of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.integrations.tiny import build, distance, step
 from weft.integrations.fusion import fuse
 
 
-def compiled(model: Any, found: Counter[str]) -> Any:
-    """A model whose graph is fused, and computed by PyTorch as it stands."""
+def compiled(model: Any, counts: Counter[str]) -> Any:
+    """Return a model whose graph is fused and then computed by PyTorch as is."""
     from torch._dynamo.backends.debugging import aot_eager
 
     def backend(module: Any, inputs: Any) -> Any:
-        fuse(module.graph, found)
+        fuse(module.graph, counts)
         module.recompile()
         return aot_eager(module, inputs)
 
@@ -29,7 +29,7 @@ def compiled(model: Any, found: Counter[str]) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-# How often each is found in a model of two layers. Queries and keys are normed in Qwen3 and Gemma3.
+# How often each rule matches in a model of two layers. Qwen3 and Gemma3 normalize queries and keys.
 FOUND = {
     "llama": {"residual + norm": 4, "norm": 1, "glu": 2},
     "qwen3": {"residual + norm": 4, "norm": 5, "glu": 2},
@@ -45,14 +45,17 @@ QUICK = [("gemma3", torch.bfloat16)]
     ("name", "dtype"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_models(name: str, dtype: torch.dtype) -> None:
-    model, found = build(name, dtype), Counter[str]()
+def test_fused_models_match_the_unchanged_ones(name: str, dtype: torch.dtype) -> None:
+    model, counts = build(name, dtype), Counter[str]()
     loss, gradients = step(model)
-    mine, others = step(compiled(model, found))
-    assert found == FOUND[name]
+    fused_loss, fused_gradients = step(compiled(model, counts))
+    assert counts == FOUND[name]
     bound = 5e-6 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(mine, loss, rtol=bound, atol=bound)
-    assert distance({path.removeprefix("_orig_mod."): g for path, g in others.items()}, gradients) < bound
+    torch.testing.assert_close(fused_loss, loss, rtol=bound, atol=bound)
+    assert (
+        distance({path.removeprefix("_orig_mod."): g for path, g in fused_gradients.items()}, gradients)
+        < bound
+    )
 
 
 def of_rms(x: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
@@ -60,7 +63,7 @@ def of_rms(x: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 WEIGHT = torch.linspace(0.5, 1.5, 64)
-# Ways to write the same things.
+# Ways to write the same operations.
 SPELLED: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "pow": ("norm", lambda x, y: x * of_rms(x, lambda x: x.pow(2)) * WEIGHT),
     "a product": ("norm", lambda x, y: WEIGHT * (of_rms(x, lambda x: x * x) * x)),
@@ -75,7 +78,7 @@ SPELLED: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "the other order": ("glu", lambda x, y: y * functional.silu(x)),
     "geglu": ("glu", lambda x, y: functional.gelu(x) * y),
 }
-# Ways to write something else that looks alike.
+# Ways to write something else that looks similar.
 OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "another dimension": lambda x, y: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-5) * WEIGHT,
     "cubes": lambda x, y: x * of_rms(x, lambda x: x.abs().pow(3)) * WEIGHT,
@@ -87,37 +90,37 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", [*SPELLED, *OTHERS])
-def test_spellings(name: str) -> None:
+def test_every_spelling_is_matched_and_lookalikes_are_not(name: str) -> None:
     wanted, function = SPELLED.get(name) or ("", OTHERS[name])
     x, y = torch.randn(2, 5, 64, requires_grad=True).unbind(0)
-    found = Counter[str]()
-    mine, theirs = compiled(function, found)(x, y), function(x, y)
-    assert found == ({wanted: 1} if wanted else {})
+    counts = Counter[str]()
+    fused, reference = compiled(function, counts)(x, y), function(x, y)
+    assert counts == ({wanted: 1} if wanted else {})
     for one, other in zip(
-        torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True
+        torch.utils._pytree.tree_leaves(fused), torch.utils._pytree.tree_leaves(reference), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
-def test_through_inductor() -> None:
-    """By the setting that users take, forward and backward."""
+def test_the_pass_works_through_inductor() -> None:
+    """Users enable the pass with this setting; forward and backward must match."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64))
     x = torch.randn(4, 64)
     wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     fused = weft.compile_pass()
     torch._dynamo.reset()
-    # What is in Inductor's cache is not searched again.
+    # A graph in Inductor's cache is not searched again.
     with torch.compiler.config.patch(force_disable_caches=True):
         y = torch.compile(model, options={"pre_grad_custom_pass": fused})(x)
     assert fused.found == {"norm": 1}
-    for mine, its in zip(
+    for actual, expected in zip(
         torch.autograd.grad(y.square().sum(), list(model.parameters())), wanted, strict=True
     ):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- results that are quantised -------------------------------------------------------------------------
+# ---- quantized results ----------------------------------------------------------------------------------
 
 
 def by_rows_as_torchao(y: Tensor, largest: float = 448.0) -> tuple[Tensor, Tensor]:
@@ -141,40 +144,40 @@ def normed(x: Tensor) -> Tensor:
     return functional.rms_norm(x, (256,), WIDE[x.dtype], 1e-5)
 
 
-QUANTISED: dict[str, tuple[dict[str, int], Callable[[Tensor, Tensor], Any]]] = {
-    "norm by rows": ({"norm + quantise": 1}, lambda x, y: by_rows_as_torchao(normed(x))),
-    "norm by blocks": ({"norm + quantise": 1}, lambda x, y: by_blocks_as_deepseek(normed(x))),
+QUANTIZED: dict[str, tuple[dict[str, int], Callable[[Tensor, Tensor], Any]]] = {
+    "norm by rows": ({"norm + quantize": 1}, lambda x, y: by_rows_as_torchao(normed(x))),
+    "norm by blocks": ({"norm + quantize": 1}, lambda x, y: by_blocks_as_deepseek(normed(x))),
     "after a sum": (
-        {"residual + norm + quantise": 1},
+        {"residual + norm + quantize": 1},
         lambda x, y: (*by_blocks_as_deepseek(normed(total := x + y)), total),
     ),
-    "glu": ({"glu + quantise": 1}, lambda x, y: by_blocks_as_deepseek(functional.silu(x) * y)),
+    "glu": ({"glu + quantize": 1}, lambda x, y: by_blocks_as_deepseek(functional.silu(x) * y)),
     "another number": ({"norm": 1}, lambda x, y: by_rows_as_torchao(normed(x), 447.0)),
     "read by others": ({"norm": 1}, lambda x, y: (*by_rows_as_torchao(z := normed(x)), z @ y.t())),
 }
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantised(name: str, dtype: torch.dtype) -> None:
-    wanted, function = QUANTISED[name]
+def test_quantized_results_match(name: str, dtype: torch.dtype) -> None:
+    wanted, function = QUANTIZED[name]
     x, y = torch.randn(2, 24, 256, generator=torch.Generator().manual_seed(3)).to(dtype).unbind(0)
-    found = Counter[str]()
-    codes, scale, *others = compiled(function, found)(x, y)
-    assert found == wanted
+    counts = Counter[str]()
+    codes, scale, *others = compiled(function, counts)(x, y)
+    assert counts == wanted
     their_codes, their_scale, *their_others = function(x, y)
-    # Codes are computed from numbers that were never rounded to bf16, where a gated unit rounds twice.
+    # Codes come from values that were never rounded to bf16, while a gated unit rounds twice.
     bound = 1e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(scale, their_scale, rtol=bound, atol=0)
     differ = codes.view(torch.uint8) != their_codes.view(torch.uint8)
     assert differ.float().mean() < (1e-3 if dtype == torch.float32 else 0.1)
     assert (codes.view(torch.int8).int() - their_codes.view(torch.int8).int()).abs().max() <= 1
-    for mine, theirs in zip(others, their_others, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+    for actual, expected in zip(others, their_others, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_nothing_is_quantised_in_training() -> None:
+def test_nothing_is_quantized_in_training() -> None:
     x = torch.randn(8, 256, requires_grad=True)
-    found = Counter[str]()
-    compiled(lambda x: by_rows_as_torchao(normed(x)), found)(x)
-    assert found == {"norm": 1}
+    counts = Counter[str]()
+    compiled(lambda x: by_rows_as_torchao(normed(x)), counts)(x)
+    assert counts == {"norm": 1}

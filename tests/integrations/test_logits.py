@@ -1,4 +1,4 @@
-"""Deferred logits: what a user of `outputs.logits` sees, beside the same model without Weft."""
+"""Deferred logits as users of `outputs.logits` see them, compared with the same model without Weft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.integrations.logits import DeferredLogits, scale_and_softcap
 
 
 class Own(nn.Module):
-    """A model that returns its logits, after whatever `after` does to them."""
+    """Model that returns its logits after applying `after` to them."""
 
     def __init__(self, after: Callable[[Any], Any] = lambda logits: logits) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ X, TARGET = (
 
 
 def both(after: Callable[[Any], Any] = lambda logits: logits) -> Iterator[Own]:
-    """The same model unchanged, and with Weft."""
+    """Yield the model unchanged, and with Weft."""
     yield Own(after)
     model = Own(after)
     weft.integrations.apply(model, strict=True)
@@ -79,11 +79,11 @@ def test_every_scale_and_softcap_has_the_loss_of_the_unchanged_model(name: str) 
         losses.append(loss.detach())
         grads.append(gradients(loss, model))
     torch.testing.assert_close(losses[1], losses[0], equal_nan=True, rtol=1e-5, atol=1e-6)
-    for mine, its in zip(grads[1], grads[0], strict=True):
-        torch.testing.assert_close(mine, its, equal_nan=True, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
-def test_which_steps_are_a_scale_and_a_softcap() -> None:
+def test_steps_are_parsed_into_scale_and_softcap() -> None:
     assert scale_and_softcap([]) == (1.0, None)
     assert scale_and_softcap([("times", 4.0), ("times", 0.5)]) == (2.0, None)
     assert scale_and_softcap([("times", 0.25), ("tanh", 0.0), ("times", 8.0)]) == (2.0, 8.0)
@@ -143,15 +143,15 @@ def test_hooks_of_the_head_run_once(name: str, when: str) -> None:
                 handle.remove()
     assert calls == [False, True], "one call each"
     torch.testing.assert_close(losses[1], losses[0])
-    for mine, its in zip(grads[1], grads[0], strict=True):
-        torch.testing.assert_close(mine, its)
+    for actual, expected in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-# ---- when they may be read ------------------------------------------------------------------------------
+# ---- when logits may be read ----------------------------------------------------------------------------
 
 
 def manual(parameters: list[nn.Parameter]) -> Any:
-    """An optimizer of somebody's own, which changes weights behind autograd's back."""
+    """Return a user's own optimizer, which changes weights behind autograd's back."""
 
     class Manual:
         def step(self) -> None:
@@ -171,38 +171,38 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_logits_are_refused_after_the_optimizer_stepped(name: str, compiled: bool) -> None:
-    """A fused optimizer does not count its changes, and one that writes to `.data` neither."""
+def test_logits_are_refused_after_an_optimizer_step(name: str, compiled: bool) -> None:
+    """Neither fused optimizers nor writes to `.data` count changes."""
     model, inputs = build("llama"), batch()
     weft.integrations.apply(model)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     call = torch.compile(model, backend="aot_eager") if compiled else model
-    found = call(**inputs, use_cache=False)
-    found.loss.backward()
+    output = call(**inputs, use_cache=False)
+    output.loss.backward()
     optimizer.step()
     with pytest.raises(
         RuntimeError, match=r"run backward.*before loss\.backward\(\).*apply\(model, loss=False\)"
     ):
-        found.logits.argmax(-1)
+        output.logits.argmax(-1)
     with pytest.raises(RuntimeError, match="run backward"):
-        functional.cross_entropy(found.logits.view(-1, 203), inputs["labels"].view(-1))
+        functional.cross_entropy(output.logits.view(-1, 203), inputs["labels"].view(-1))
 
 
-def test_logits_that_were_read_stay() -> None:
-    """Read before backward, they are those of the weights at that time, also after the step."""
+def test_logits_read_before_backward_stay_available() -> None:
+    """Logits read before backward keep the values of the weights at that time, even after the step."""
     model, inputs = build("llama"), batch()
     with torch.no_grad():
         wanted = model(**inputs).logits
     weft.integrations.apply(model)
-    found = model(**inputs)
-    found.logits.argmax(-1)
-    found.loss.backward()
+    output = model(**inputs)
+    output.logits.argmax(-1)
+    output.loss.backward()
     torch.optim.SGD(model.parameters(), 1.0).step()
-    torch.testing.assert_close(found.logits.tensor(), wanted)
+    torch.testing.assert_close(output.logits.tensor(), wanted)
 
 
 def test_logits_are_refused_after_their_inputs_changed() -> None:
-    """Without a backward: the weight by somebody, and the hidden states in place by the model itself."""
+    """Without a backward, the weight changes from outside, or the model changes the hidden states in place."""
     model = Own()
     weft.integrations.apply(model)
     logits = model(X)
@@ -222,8 +222,8 @@ def test_logits_are_refused_after_their_inputs_changed() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_reading_without_gradients_takes_them_from_nobody(mode: Any) -> None:
-    """Logits that were first read for a metric still have gradients for a loss."""
+def test_reading_without_gradients_keeps_them_for_later(mode: Any) -> None:
+    """Logits first read for a metric still have gradients for a loss."""
     grads = []
     for model in both():
         logits = model(X)
@@ -232,8 +232,8 @@ def test_reading_without_gradients_takes_them_from_nobody(mode: Any) -> None:
             assert not (logits.float() + 0).requires_grad
         assert logits.requires_grad
         grads.append(gradients((logits * logits).sum(), model))
-    for mine, its in zip(grads[1], grads[0], strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_model_defers_nothing_and_frozen_parts_get_no_gradient() -> None:
@@ -253,38 +253,38 @@ def test_a_frozen_model_defers_nothing_and_frozen_parts_get_no_gradient() -> Non
         assert all(parameter.grad is not None for parameter in learning.parameters())
 
 
-def test_float64_is_the_models_own() -> None:
+def test_float64_is_not_deferred() -> None:
     model = Own().double()
     weft.integrations.apply(model)
     assert type(model(X.double())) is Tensor
 
 
-# ---- what others do to outputs --------------------------------------------------------------------------
+# ---- other libraries and outputs ------------------------------------------------------------------------
 
 
 def test_outputs_can_be_saved_and_copied() -> None:
-    """As those of the unchanged model: pickled, and by torch.save, as tensors; deepcopy refuses results of a graph."""
+    """They pickle and torch.save as tensors like those of the unchanged model; deepcopy refuses results of a graph."""
     wanted, logits = (model(X) for model in both())
     assert isinstance(logits, DeferredLogits)
     buffer = io.BytesIO()
     torch.save({"logits": logits}, buffer)
     buffer.seek(0)
-    for found in (
+    for restored in (
         torch.load(buffer, weights_only=False)["logits"],
         pickle.loads(pickle.dumps(logits)),
         copy.copy(logits),
     ):
-        assert type(found) is Tensor
-        torch.testing.assert_close(found, wanted)
+        assert type(restored) is Tensor
+        torch.testing.assert_close(restored, wanted)
     for value in (wanted, logits):
         with pytest.raises(RuntimeError, match="deepcopy protocol"):
             copy.deepcopy(value)
 
 
-def test_asking_for_attributes_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_attributes_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Own()
     weft.integrations.apply(model)
-    monkeypatch.setattr(DeferredLogits, "tensor", lambda self: pytest.fail("logits were made"))
+    monkeypatch.setattr(DeferredLogits, "tensor", lambda self: pytest.fail("logits were computed"))
     logits = model(X)
     for name in ("_fields", "to_dict", "device_mesh", "__len_hint__"):
         assert not hasattr(logits, name)
@@ -297,23 +297,25 @@ def test_asking_for_attributes_makes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert len(logits) == 6
 
 
-def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does to the outputs of a model: convert them to fp32, move them, gather them for metrics."""
+def test_accelerate_converts_moves_and_gathers_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate converts a model's outputs to fp32, moves them, and gathers them for metrics."""
     operations = pytest.importorskip("accelerate.utils.operations", reason="accelerate is not installed")
     model, inputs = build("llama", torch.bfloat16), batch()
     wanted = model(**inputs, use_cache=False)
     weft.integrations.apply(model)
-    run = operations.convert_outputs_to_fp32(lambda **given: model(**given, use_cache=False))
-    found = run(**inputs)
-    assert found.logits.dtype == torch.float32
-    assert found.loss.dtype == torch.float32
-    torch.testing.assert_close(found.loss, wanted.loss.float(), rtol=1e-2, atol=1e-2)
-    assert operations.send_to_device(found, "cpu").logits.shape == wanted.logits.shape
+    run = operations.convert_outputs_to_fp32(
+        lambda **inputs_of_call: model(**inputs_of_call, use_cache=False)
+    )
+    output = run(**inputs)
+    assert output.logits.dtype == torch.float32
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, wanted.loss.float(), rtol=1e-2, atol=1e-2)
+    assert operations.send_to_device(output, "cpu").logits.shape == wanted.logits.shape
     with pytest.raises(TypeError, match="DeferredLogits"):
-        operations.recursively_apply(lambda tensor: tensor, found.logits, error_on_other_type=True)
+        operations.recursively_apply(lambda tensor: tensor, output.logits, error_on_other_type=True)
     torch.testing.assert_close(
-        operations.recursively_apply(lambda tensor: tensor, found.logits.tensor(), error_on_other_type=True),
+        operations.recursively_apply(lambda tensor: tensor, output.logits.tensor(), error_on_other_type=True),
         wanted.logits.float(),
-        rtol=0.03,  # of bf16, through two layers
+        rtol=0.03,  # bf16 through two layers
         atol=0.03,
     )

@@ -1,4 +1,4 @@
-"""Masks of `attn_implementation="weft"` beside those that transformers makes."""
+"""Masks of `attn_implementation="weft"` compared with those that transformers makes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FUNCTIONS = {
 
 
 def padding(name: str, keys: int) -> Tensor | None:
-    """A mask of two samples, of which the second has pads."""
-    found = torch.ones(2, keys, dtype=torch.bool)
-    place = torch.arange(keys)
-    found[1] &= {
-        "left": place >= keys // 3,
-        "right": place < keys - keys // 3,
-        "both": (place >= keys // 4) & (place < keys - keys // 4),
-        "hole": (place < keys // 3) | (place > keys // 2),
-        "nothing": place < 0,
-    }.get(name, place >= 0)
-    return None if name == "none" else found
+    """Return a padding mask of two samples, of which the second has padding."""
+    mask = torch.ones(2, keys, dtype=torch.bool)
+    position = torch.arange(keys)
+    mask[1] &= {
+        "left": position >= keys // 3,
+        "right": position < keys - keys // 3,
+        "both": (position >= keys // 4) & (position < keys - keys // 4),
+        "hole": (position < keys // 3) | (position > keys // 2),
+        "nothing": position < 0,
+    }.get(name, position >= 0)
+    return None if name == "none" else mask
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -68,45 +68,45 @@ def cases() -> Iterator[dict[str, Any]]:
         }
 
 
-def test_every_mask_is_that_of_transformers() -> None:
-    """Windows, caches, padding: what Weft's kernels are told is what the dense mask says, for every query and key."""
+def test_every_mask_matches_transformers() -> None:
+    """The rule agrees with the dense mask for every query and key, with windows, caches and padding."""
     rules = dense = 0
     for case in cases():
         for offset in (case["q_offset"], torch.tensor(case["q_offset"])):
             wanted = masking_utils.sdpa_mask(**case, allow_is_causal_skip=False)
-            found = attention_mask(**case | {"q_offset": offset})
-            assert isinstance(found, BandMask)
-            rules, dense = rules + (found.visible is not None), dense + (found.visible is None)
+            mask = attention_mask(**case | {"q_offset": offset})
+            assert isinstance(mask, BandMask)
+            rules, dense = rules + (mask.visible is not None), dense + (mask.visible is None)
             label = {name: value for name, value in case.items() if name != "mask_function"}
-            assert torch.equal(bools(found), wanted.expand(2, 1, *wanted.shape[2:])), (label, found)
+            assert torch.equal(bools(mask), wanted.expand(2, 1, *wanted.shape[2:])), (label, mask)
             eager = masking_utils.eager_mask(**case, dtype=torch.float16)
             assert torch.equal(attention_mask(**case, dtype=torch.float16) + 0.0, eager)
     assert rules >= 334
-    assert dense >= 100, "holes, two-sided windows with pads on the left, and other such"
+    assert dense >= 100, "holes, two-sided windows with padding on the left, and the like"
 
 
 def packed(function: Any, lengths: list[list[int]]) -> tuple[Any, Tensor]:
-    """A mask function of packed samples, as transformers makes it from positions."""
+    """Return a mask function of packed samples, as transformers builds it from positions."""
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     numbers = masking_utils.find_packed_sequence_indices(positions)
     return masking_utils.packed_sequence_compatibility_function(function, positions, numbers), positions
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "window"])
-def test_packed_masks_are_starts_of_sequences(name: str) -> None:
+def test_packed_masks_become_starts_of_sequences(name: str) -> None:
     function, _ = packed(FUNCTIONS[name], [[3, 6, 1], [10], [4, 6]][0:3])
     sizes = {"batch_size": 3, "q_length": 10, "kv_length": 10, "mask_function": function}
-    found = attention_mask(**sizes)
-    assert isinstance(found, BandMask)
-    assert found.visible is not None
-    assert found.q_starts is not None
-    assert found.q_starts.tolist() == [0, 3, 9, 10, 20, 24, 30]
-    assert torch.equal(bools(found), masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
+    mask = attention_mask(**sizes)
+    assert isinstance(mask, BandMask)
+    assert mask.visible is not None
+    assert mask.q_starts is not None
+    assert mask.q_starts.tolist() == [0, 3, 9, 10, 20, 24, 30]
+    assert torch.equal(bools(mask), masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
 
 
-def test_what_is_no_band_has_no_rule() -> None:
-    """Functions of somebody else's, even one that agrees with a band far from the beginning; sequences that go on after
-    another one; positions that do not count up."""
+def test_masks_other_than_bands_have_no_rule() -> None:
+    """Such are foreign functions, even one that agrees with a band far from the beginning; sequences that resume after
+    another one; and positions that do not count up."""
     prefix = masking_utils.or_masks(CAUSAL, lambda b, h, q, k: (q < 4) & (k < 4))
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int))
     images = masking_utils.blockwise_overlay(torch.zeros(2, 8, dtype=torch.int))
@@ -126,17 +126,17 @@ def test_what_is_no_band_has_no_rule() -> None:
         FUNCTIONS["window"], torch.tensor([[0, 1, 2, 0, 2, 4]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
     )
     for function in (prefix, again, jump):
-        found = attention_mask(**sizes, mask_function=function)
-        assert isinstance(found, BandMask)
-        assert found.visible is None
+        mask = attention_mask(**sizes, mask_function=function)
+        assert isinstance(mask, BandMask)
+        assert mask.visible is None
         assert torch.equal(
-            bools(found),
+            bools(mask),
             masking_utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False),
         )
 
 
-def test_a_function_with_other_contents_has_another_rule() -> None:
-    """The same code with another window: nothing is remembered from one to the next."""
+def test_a_function_with_another_closure_has_another_rule() -> None:
+    """Nothing is cached between closures that share code but have different windows."""
     assert [band_of(masking_utils.sliding_window_overlay(w)) for w in (4, 9, 4)] == [
         Band(left=3),
         Band(left=8),
@@ -145,7 +145,7 @@ def test_a_function_with_other_contents_has_another_rule() -> None:
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops of PyTorch that run."""
+    """Dispatch mode that counts the PyTorch ops that run."""
 
     count = 0
 
@@ -154,8 +154,8 @@ class Ops(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_mask_of_one_token_costs_no_ops() -> None:
-    """Rules are read, not probed: a mask of a sliding window in decoding runs nothing on the device."""
+def test_a_mask_of_one_token_runs_no_ops() -> None:
+    """Rules are read, not probed: in decoding a sliding-window mask runs nothing on the device."""
     with Ops() as ops:
         mask = attention_mask(
             batch_size=1, q_length=1, kv_length=512, q_offset=511, mask_function=FUNCTIONS["window"]
@@ -164,11 +164,11 @@ def test_a_mask_of_one_token_costs_no_ops() -> None:
     assert ops.count == 0
 
 
-def test_a_mask_is_dense_for_those_who_read_it() -> None:
+def test_a_mask_is_dense_for_code_that_reads_it() -> None:
     sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5}
     mask, wanted = attention_mask(**sizes), masking_utils.eager_mask(**sizes)
     assert isinstance(mask, BandMask)
-    # As FSDP2 does with mixed precision, for one.
+    # FSDP2 does this with mixed precision, for one.
     for same in (
         mask[:, :, :, :5],
         mask[:, :, :, :9],
@@ -193,9 +193,9 @@ def test_a_mask_is_dense_for_those_who_read_it() -> None:
         lambda m: m.to(torch.int64),
         lambda m: m < 0,
     ):
-        found = edit(mask)
-        assert type(found) is Tensor
-        assert torch.equal(found, edit(wanted.expand(2, 1, 5, 5)))
+        edited = edit(mask)
+        assert type(edited) is Tensor
+        assert torch.equal(edited, edit(wanted.expand(2, 1, 5, 5)))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_mask_is_dense_for_those_who_read_it() -> None:
     ids=["item", "fill", "view"],
 )
 @pytest.mark.parametrize("mode", ["plain", "inference"])
-def test_a_mask_that_is_written_to_is_dense_from_then_on(edit: Any, mode: str) -> None:
+def test_a_written_mask_stays_dense(edit: Any, mode: str) -> None:
     sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5}
     mask, wanted = attention_mask(**sizes), masking_utils.eager_mask(**sizes).expand(2, 1, 5, 5).clone()
     assert isinstance(mask, BandMask)
@@ -224,21 +224,21 @@ def test_a_mask_that_is_written_to_is_dense_from_then_on(edit: Any, mode: str) -
     assert torch.equal(mask + 0.0, wanted)
     assert torch.equal(mask[:, :, :, :5] + 0.0, wanted)
     q = torch.randn(2, 2, 5, 8)
-    found, _ = attention_forward(torch.nn.Module(), q, q, q, mask)
+    actual, _ = attention_forward(torch.nn.Module(), q, q, q, mask)
     exact = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=wanted)
-    torch.testing.assert_close(found, exact.transpose(1, 2))
+    torch.testing.assert_close(actual, exact.transpose(1, 2))
 
 
 def test_compiled_layers_take_a_mask() -> None:
-    """One that was made outside of the graph, with and without tensors, and one that a graph makes."""
+    """Masks made outside the graph, with and without tensors, and one made in the graph."""
 
     def layer(x: Tensor, mask: Tensor) -> Tensor:
         if isinstance(mask, BandMask) and mask.visible is not None:
-            found = x + (mask.visible.left or 0)
-            return found if mask.kv_lengths is None else found + mask.kv_lengths.sum()
+            result = x + (mask.visible.left or 0)
+            return result if mask.kv_lengths is None else result + mask.kv_lengths.sum()
         return x * mask.to(x.dtype).exp().sum()
 
-    def whole(x: Tensor) -> Tensor:
+    def layer_with_mask(x: Tensor) -> Tensor:
         return layer(x, attention_mask(batch_size=2, q_length=5, kv_length=5, mask_function=CAUSAL))
 
     window, pads = FUNCTIONS["window"], padding("right", 6)
@@ -249,4 +249,4 @@ def test_compiled_layers_take_a_mask() -> None:
         x = torch.ones(3)
         assert torch.equal(compiled(x, mask), layer(x, mask))
     x = torch.ones(3)
-    assert torch.equal(torch.compile(whole, backend="aot_eager", fullgraph=True)(x), x * 30)
+    assert torch.equal(torch.compile(layer_with_mask, backend="aot_eager", fullgraph=True)(x), x * 30)

@@ -1,4 +1,4 @@
-"""A small GPT of Megatron-core with Weft's specs and fusions beside the same model with Megatron's own, on one rank."""
+"""Small Megatron-core GPT with Weft's specs and fusions, compared with Megatron's own, on one rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.integrations import without_gpu
 from tests.integrations.page import run_script
-from tests.integrations.parity import Step, apart
+from tests.integrations.parity import Step, gradient_distance
 from weft.integrations import megatron as integration
 
-# Megatron warns of every package that it could use and that is not there.
+# Megatron warns about every optional package that is missing.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, TOKENS = 199, 24
@@ -42,12 +42,12 @@ FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "t
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """Megatron on a CPU. What it asks CUDA for, a device, streams and random states, are stand-ins here; and what it
-    would have PyTorch compile runs as it is."""
+    """Megatron on a CPU: CUDA's device, streams and random states are stand-ins, and functions that PyTorch would
+    compile run uncompiled."""
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         without_gpu.for_megatron(patch.setattr)
         if not hasattr(moe_utils, "te_general_gemm"):
-            # Megatron 0.16 looks this name up, and does not define it without TransformerEngine.
+            # Megatron 0.16 reads this name but does not define it without TransformerEngine.
             patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -84,7 +84,7 @@ def local_spec(c: TransformerConfig) -> Any:
 
 def model(spec: Any, c: TransformerConfig) -> GPTModel:
     torch.manual_seed(0)
-    made = GPTModel(
+    gpt = GPTModel(
         config=c,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
@@ -94,30 +94,30 @@ def model(spec: Any, c: TransformerConfig) -> GPTModel:
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in sorted(made.named_parameters()):
+        for name, parameter in sorted(gpt.named_parameters()):
             scale = 0.1 if "norm" in name else 0.05
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale)
-    return made
+    return gpt
 
 
-def step(made: GPTModel) -> Step:
+def step(gpt: GPTModel) -> Step:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=generator)
     mask = torch.triu(torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool), 1)
-    losses = made(ids, torch.arange(TOKENS).expand(2, TOKENS), mask, labels=ids.roll(-1, 1))
+    losses = gpt(ids, torch.arange(TOKENS).expand(2, TOKENS), mask, labels=ids.roll(-1, 1))
     assert losses.shape == ids.shape
-    return Step.of(losses.float().mean(), made)
+    return Step.of(losses.float().mean(), gpt)
 
 
 def compared(fused: dict[str, Any] | None = None, **options: Any) -> float:
-    wanted = step(model(local_spec(config(**options)), config(**options)))
+    expected = step(model(local_spec(config(**options)), config(**options)))
     with integration.fusions():
         c = config(**options, **(fused or {}))
-        made = model(integration.block_spec(c), c)
-        assert isinstance(made.decoder.final_layernorm, integration.Norm)
-        found = step(made)
-    assert abs(found.loss - wanted.loss) < 1e-5 * wanted.loss
-    return apart(found, wanted)
+        gpt = model(integration.block_spec(c), c)
+        assert isinstance(gpt.decoder.final_layernorm, integration.Norm)
+        actual = step(gpt)
+    assert abs(actual.loss - expected.loss) < 1e-5 * expected.loss
+    return gradient_distance(actual, expected)
 
 
 # ---- whole models ---------------------------------------------------------------------------------------
@@ -133,18 +133,18 @@ def compared(fused: dict[str, Any] | None = None, **options: Any) -> float:
     ],
     ids=["plain", "qk norm", "LayerNorm and GeGLU with biases", "Megatron's fused GeGLU"],
 )
-def test_a_dense_model_has_the_gradients_of_megatrons(options: dict[str, Any]) -> None:
+def test_gradients_of_a_dense_model_match_megatron(options: dict[str, Any]) -> None:
     assert compared(FUSED_LOSS, **options) < 5e-6
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_a_mixture_with_fused_permutation_and_router_has_the_gradients_of_megatrons(dispatcher: str) -> None:
+def test_gradients_of_a_fused_mixture_match_megatron(dispatcher: str) -> None:
     fused = FUSED_LOSS | {"moe_permute_fusion": True, "moe_router_fusion": True}
     options = EXPERTS | {"moe_token_dispatcher_type": dispatcher, "moe_shared_expert_intermediate_size": 96}
     assert compared(fused, **options) < 5e-6
 
 
-class ZeroCentredNorm(nn.Module):
+class ZeroCenteredNorm(nn.Module):
     """RMSNorm with gamma around zero, in PyTorch's own functions."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -155,18 +155,18 @@ class ZeroCentredNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.eps)
 
 
-def test_gamma_may_be_centred_around_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's own norm refuses it without TransformerEngine, so the norm beside Weft's is written here."""
+def test_gamma_may_be_centered_around_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own norm refuses it without TransformerEngine, so the norm compared with Weft's is written here."""
     options = {"layernorm_zero_centered_gamma": True, "qk_layernorm": True}
     c = config(**options)
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         model(local_spec(c), c)
-    made = model(integration.block_spec(c), c)
+    gpt = model(integration.block_spec(c), c)
     with monkeypatch.context() as patch:
-        patch.setattr(integration, "Norm", ZeroCentredNorm)
+        patch.setattr(integration, "Norm", ZeroCenteredNorm)
         other = model(integration.block_spec(c), c)
-    other.load_state_dict(made.state_dict())
-    assert apart(step(made), step(other)) < 5e-6
+    other.load_state_dict(gpt.state_dict())
+    assert gradient_distance(step(gpt), step(other)) < 5e-6
 
 
 def test_parameters_of_norms_are_marked_for_sequence_parallelism() -> None:
@@ -180,11 +180,11 @@ def test_parameters_of_norms_are_marked_for_sequence_parallelism() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8_block"])
-def test_grouped_experts_compute_what_a_list_of_experts_does(recipe: str | None) -> None:
+def test_grouped_experts_match_a_list_of_experts(recipe: str | None) -> None:
     sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 128}
     plain = config(**EXPERTS | sizes)
     one_by_one = model(local_spec(plain), plain)
-    wanted = step(one_by_one)
+    expected = step(one_by_one)
     with integration.fusions():
         c = config(**EXPERTS | sizes, moe_grouped_gemm=True, moe_permute_fusion=True)
         grouped = model(integration.block_spec(c, recipe=recipe), c)
@@ -196,16 +196,16 @@ def test_grouped_experts_compute_what_a_list_of_experts_does(recipe: str | None)
             down = torch.stack([expert.linear_fc2.weight.data.T for expert in listed])
             experts.weight1.data = up.reshape(experts.weight1.shape)
             experts.weight2.data = down.reshape(experts.weight2.shape)
-        found = step(grouped)
-    shared = {name: grad for name, grad in wanted.grads.items() if name in found.grads}
+        actual = step(grouped)
+    shared = {name: grad for name, grad in expected.grads.items() if name in actual.grads}
     assert any("router" in name for name in shared)
-    trimmed = Step(found.loss, {name: found.grads[name] for name in shared})
-    difference = apart(trimmed, Step(wanted.loss, shared))
+    trimmed = Step(actual.loss, {name: actual.grads[name] for name in shared})
+    difference = gradient_distance(trimmed, Step(expected.loss, shared))
     assert difference < 5e-6 if recipe is None else 1e-3 < difference < 0.1
-    for layer, number in enumerate(("0", "1")):
-        prefix = f"decoder.layers.{number}.mlp.experts."
-        listed = [wanted.grads[f"{prefix}local_experts.{e}.linear_fc1.weight"].T for e in range(4)]
-        w1 = found.grads[f"{prefix}weight1"].view(4, 128, -1)
+    for layer, layer_index in enumerate(("0", "1")):
+        prefix = f"decoder.layers.{layer_index}.mlp.experts."
+        listed = [expected.grads[f"{prefix}local_experts.{e}.linear_fc1.weight"].T for e in range(4)]
+        w1 = actual.grads[f"{prefix}weight1"].view(4, 128, -1)
         error = (w1 - torch.stack(listed)).norm() / torch.stack(listed).norm()
         assert error < (5e-6 if recipe is None else 0.15), layer
 
@@ -227,7 +227,7 @@ def test_fusions_are_undone() -> None:
 
 
 @pytest.mark.parametrize("probs", [False, True])
-def test_chunks_are_sorted_as_megatron_does(probs: bool) -> None:
+def test_sorted_chunks_match_megatron(probs: bool) -> None:
     sizes, order = torch.tensor([3, 0, 5, 2]), torch.tensor([2, 0, 3, 1])
     x, p = torch.randn(10, 32, requires_grad=True), torch.rand(10, requires_grad=True)
     weights = torch.randn(10, 32)
@@ -237,8 +237,8 @@ def test_chunks_are_sorted_as_megatron_does(probs: bool) -> None:
             y, q = moe_utils.sort_chunks_by_idxs(x, sizes, order, probs=p if probs else None, fused=fused)
         total = (y * weights).sum() + (0 if q is None else (q * weights[:, 0]).sum())
         results.append((y, q, *torch.autograd.grad(total, [x, p] if probs else [x])))
-    for found, wanted in zip(*results, strict=True):
-        assert (found is None and wanted is None) or torch.equal(found, wanted)
+    for actual, expected in zip(*results, strict=True):
+        assert (actual is None and expected is None) or torch.equal(actual, expected)
 
 
 GROUPED = {"num_groups": 4, "group_topk": 2}
@@ -254,7 +254,7 @@ GROUPED = {"num_groups": 4, "group_topk": 2}
         (4, {"use_pre_softmax": True, **GROUPED}),
     ],
 )
-def test_the_router_chooses_and_weighs_as_megatron_does(topk: int, options: dict[str, Any]) -> None:
+def test_the_router_matches_megatron(topk: int, options: dict[str, Any]) -> None:
     options = dict(options)
     logits = torch.randn(37, 16, requires_grad=True)
     weights = torch.randn(37, 16)
@@ -264,12 +264,12 @@ def test_the_router_chooses_and_weighs_as_megatron_does(topk: int, options: dict
         with integration.fusions():
             probs, mask = moe_utils.topk_routing_with_score_function(logits, topk, fused=fused, **options)
         results.append((probs, mask, *torch.autograd.grad((probs * weights).sum(), logits)))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_the_balance_loss_is_megatrons(score_function: str) -> None:
+def test_the_balance_loss_matches_megatron(score_function: str) -> None:
     logits = torch.randn(37, 16, requires_grad=True)
     results = []
     for fused in (False, True):
@@ -281,8 +281,8 @@ def test_the_balance_loss_is_megatrons(score_function: str) -> None:
                 scores, mask.sum(0), 37, topk=2, num_experts=16, moe_aux_loss_coeff=0.1, fused=fused
             )
         results.append((mask, loss, *torch.autograd.grad(loss, logits)))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_the_page_runs() -> None:

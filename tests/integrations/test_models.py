@@ -1,4 +1,4 @@
-"""The models of transformers, unchanged and with Weft; and that the sweep notices what goes wrong."""
+"""Transformers models unchanged and with Weft; and that the sweep detects mistakes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import transformers
 from tests.integrations import models_page, sweep, zoo
 from weft.integrations import adopt, logits, masks
 from weft.integrations import transformers as attention
-from weft.integrations.recognise import NormOptions
+from weft.integrations.recognize import NormOptions
 from weft.integrations.rotations import RotaryOptions
 
-# By day: dense, sinks and experts, an encoder with a decoder.
+# Outside nightly runs: dense, sinks and experts, an encoder with a decoder.
 BY_DAY = ("LlamaForCausalLM", "GptOssForCausalLM", "BartForConditionalGeneration")
 
 
@@ -32,7 +32,7 @@ def entry(name: str) -> zoo.Entry:
 
 
 def page_cells() -> dict[str, list[str]]:
-    """Cells of each model's line on the page."""
+    """Return the cells of each model's line on the page."""
     lines = PAGE.read_text().partition(f"| {' | '.join(models_page.COLUMNS)} |\n")[2].partition("\n\n")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()[1:]]
     return {line[0]: line for line in cells}
@@ -45,11 +45,11 @@ def page_cells() -> dict[str, list[str]]:
         for one in zoo.entries()
     ],
 )
-def test_a_model_of_transformers_is_the_unchanged_one(name: str) -> None:
-    """Logits, loss, gradients and tokens, by the checks of `sweep`; and its line on the page."""
+def test_a_transformers_model_matches_the_unchanged_one(name: str) -> None:
+    """The checks of `sweep` compare logits, loss, gradients and tokens; the model's line on the page must agree."""
     try:
         subject = sweep.Subject(entry(name))
-    except Exception as error:  # too large whatever one does, or not to be run by tokens alone
+    except Exception as error:  # too large in any configuration, or not runnable from tokens alone
         assert name not in page_cells()
         pytest.skip(f"{type(error).__name__}: {error}")
     row = sweep.examined(subject)
@@ -63,7 +63,7 @@ def test_a_model_of_transformers_is_the_unchanged_one(name: str) -> None:
             assert bool(figures[column]) == any(check in row.results for check in checks), column
 
 
-def test_the_page_has_over_two_hundred_models_and_is_the_commands() -> None:
+def test_the_page_has_over_two_hundred_models_and_agrees_with_the_command() -> None:
     text, cells = PAGE.read_text(), page_cells()
     assert len(cells) > 200
     assert cells.keys() <= {one.name for one in zoo.entries()}
@@ -71,11 +71,11 @@ def test_the_page_has_over_two_hundred_models_and_is_the_commands() -> None:
     pattern = re.escape(head)
     for name in names:
         pattern = pattern.replace(re.escape(f"{{{name}}}"), f"(?P<{name}>.+)" if name != "bound" else "5e-06")
-    found = re.match(pattern, text)
-    assert found, (
+    match = re.match(pattern, text)
+    assert match, (
         "docs/models.md is not what `python -m tests.integrations.sweep --page docs/models.md` writes"
     )
-    assert int(found["models"]) == len(cells)
+    assert int(match["models"]) == len(cells)
 
 
 def test_the_page_has_no_figure_beyond_the_bound() -> None:
@@ -113,12 +113,12 @@ def unpadded(band: Any, shape: Any, offset: int, padding: Any) -> Any:
     return masks.visible_keys(band, shape, offset, None, padding.device)
 
 
-def other_eps(self: NormOptions, *given: Any, own: Any = NormOptions.of) -> Any:
-    return own(self._replace(eps=(self.eps or 0.0) + 1e-4), *given)
+def other_eps(self: NormOptions, *inputs: Any, own: Any = NormOptions.of) -> Any:
+    return own(self._replace(eps=(self.eps or 0.0) + 1e-4), *inputs)
 
 
-def back_to_the_class(module: Any, options: Any, *given: Any) -> Any:
-    return type(module).forward(module, *given)
+def back_to_the_class(module: Any, options: Any, *inputs: Any) -> Any:
+    return type(module).forward(module, *inputs)
 
 
 SABOTAGES: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -193,7 +193,7 @@ SABOTAGES: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         "LlamaForCausalLM",
         "state",
         lambda patch: patch.setattr(
-            adopt, "recognise_norm", lambda *a, own=adopt.recognise_norm: (torch.rand(1), own(*a))[1]
+            adopt, "recognize_norm", lambda *a, own=adopt.recognize_norm: (torch.rand(1), own(*a))[1]
         ),
     ),
     "keys of the encoder": (
@@ -218,8 +218,8 @@ SABOTAGES: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_the_sweep_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check fails where what it is about is broken."""
+def test_the_sweep_detects_sabotage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check fails if the behavior it covers is broken."""
     model, check, sabotage = SABOTAGES[name]
     sabotage(monkeypatch)
     assert sweep.examine(entry(model), check).failures.keys() == {check}

@@ -1,4 +1,4 @@
-"""Weft as the backend "plugin" of SGLang's ops beside SGLang's own."""
+"""Weft as the backend "plugin" of SGLang's ops, compared with SGLang's own."""
 
 # ruff: noqa: E402, since SGLang cannot be imported before there is a stand-in for torchvision
 from __future__ import annotations
@@ -29,15 +29,15 @@ def registered() -> None:
 
 
 def compared(op: Any, *args: Any) -> list[float]:
-    """The share of elements in which the results of Weft and of SGLang's reference differ."""
-    found, wanted = (
-        op.forward(*args, backend=which) for which in (KernelBackend.PLUGIN, KernelBackend.TORCH)
+    """Return the share of elements in which the results of Weft and of SGLang's reference differ."""
+    actual, expected = (
+        op.forward(*args, backend=backend) for backend in (KernelBackend.PLUGIN, KernelBackend.TORCH)
     )
-    if isinstance(found, torch.Tensor):
-        found, wanted = (found,), (wanted,)
-    for a, b in zip(found, wanted, strict=True):
+    if isinstance(actual, torch.Tensor):
+        actual, expected = (actual,), (expected,)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
-    return [(a != b).float().mean().item() for a, b in zip(found, wanted, strict=True)]
+    return [(a != b).float().mean().item() for a, b in zip(actual, expected, strict=True)]
 
 
 def with_weight(norm: Any) -> Any:
@@ -47,39 +47,39 @@ def with_weight(norm: Any) -> Any:
 
 @pytest.mark.parametrize("cast_first", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_rms_norm_is_sglangs(residual: bool, cast_first: bool) -> None:
+def test_rms_norm_matches_sglang(residual: bool, cast_first: bool) -> None:
     x, h = torch.randn(2, 33, 256).to(torch.bfloat16)
     norm = with_weight(RMSNorm(256, cast_x_before_out_mul=cast_first))
     assert max(compared(norm, x, h if residual else None)) < 1e-3
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_gemma_rms_norm_is_sglangs(residual: bool) -> None:
+def test_gemma_rms_norm_matches_sglang(residual: bool) -> None:
     x, h = torch.randn(2, 33, 256).to(torch.bfloat16)
     assert max(compared(with_weight(GemmaRMSNorm(256)), x, h if residual else None)) < 1e-3
 
 
 @pytest.mark.parametrize("op", [SiluAndMul, GeluAndMul, lambda: GeluAndMul("none")])
-def test_gated_units_are_sglangs_but_for_a_rounding(op: Any) -> None:
+def test_gated_units_match_sglang_up_to_a_rounding(op: Any) -> None:
     compared(op(), torch.randn(33, 512, dtype=torch.bfloat16))
 
 
-def test_what_weft_has_no_kernel_for_is_left_to_sglang() -> None:
+def test_calls_without_a_kernel_are_left_to_sglang() -> None:
     norm = with_weight(RMSNorm(256))
     x = torch.randn(33, 256, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="promote to"):
+    with pytest.raises(NotImplementedError, match="promoted dtype"):
         norm.forward(x, x.float(), backend=KernelBackend.PLUGIN)
-    with pytest.raises(NotImplementedError, match="whole rows"):
+    with pytest.raises(NotImplementedError, match="full rows"):
         RMSNorm(256, var_hidden_size=128).forward(x, backend=KernelBackend.PLUGIN)
 
 
-def test_registering_chooses_nothing() -> None:
+def test_registering_selects_nothing() -> None:
     assert RMSNorm(256).auto_selected_backend() is None
 
 
 def test_sglang_finds_the_entry_point() -> None:
-    (found,) = (point for point in entry_points(group="sglang.srt.plugins") if point.name == "weft")
-    assert found.load() is integration.register
+    (entry_point,) = (point for point in entry_points(group="sglang.srt.plugins") if point.name == "weft")
+    assert entry_point.load() is integration.register
 
 
 def test_the_page_runs() -> None:

@@ -1,4 +1,4 @@
-"""TRL's trainers with Weft's log-probabilities, beside the same trainers without: what they log and learn."""
+"""TRL's trainers with Weft's log-probabilities, compared with the same trainers without: what they log and learn."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Unused:
-    """In the place of TRL's function."""
+    """Stand-in for TRL's function."""
 
     @staticmethod
-    def apply(*given: Any) -> str:
+    def apply(*arguments: Any) -> str:
         return "TRL's own"
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_what_trl_asks_for(softcap: float | None) -> None:
-    """All results and the gradients of log-probabilities and entropy, beside float64."""
+def test_results_and_gradients_match_float64(softcap: float | None) -> None:
+    """This covers all results, and the gradients of log-probabilities and entropy."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((20, 16), (50, 16), (50,)))
     targets = torch.randint(0, 50, (20,), generator=generator)
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-    found = integration.LogProbs(Unused).apply(*leaves, targets, 0.9, 32768, softcap, 0.5, ALL)
+    actual = integration.LogProbs(Unused).apply(*leaves, targets, 0.9, 32768, softcap, 0.5, ALL)
     exact = [t.double().requires_grad_() for t in (hidden, weight, bias)]
     z = 0.5 * (exact[0] @ exact[1].T + exact[2])
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / 0.9
     log_p = torch.log_softmax(z, 1)
     p = log_p.exp()
-    wanted = (
+    expected = (
         log_p.gather(1, targets[:, None])[:, 0],
         -(p * log_p).sum(1),
         p.square().sum(1).log(),
         z.mean(1),
         z.argmax(1) == targets,
     )
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one is not None
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
-    assert [t is not None and t.requires_grad for t in found] == [True, True, False, False, False]
-    assert found[1] is not None
-    gradients = torch.autograd.grad((found[0] + 0.1 * found[1]).sum(), leaves)
+    assert [t is not None and t.requires_grad for t in actual] == [True, True, False, False, False]
+    assert actual[1] is not None
+    gradients = torch.autograd.grad((actual[0] + 0.1 * actual[1]).sum(), leaves)
     for one, other in zip(
-        gradients, torch.autograd.grad((wanted[0] + 0.1 * wanted[1]).sum(), exact), strict=True
+        gradients, torch.autograd.grad((expected[0] + 0.1 * expected[1]).sum(), exact), strict=True
     ):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
     few = integration.LogProbs(Unused).apply(*leaves, targets, 0.9, 32768, softcap, 0.5, ("log_probs",))
-    assert torch.equal(few[0], found[0])
+    assert torch.equal(few[0], actual[0])
     assert few[1:] == (None,) * 4
 
 
-def test_what_is_left_to_trl() -> None:
-    """A head that ZeRO-3 takes apart after forward, and a scale that Weft does not take."""
+def test_sharded_heads_and_other_scales_are_left_to_trl() -> None:
+    """ZeRO-3 partitions the head after forward, and Weft does not support a scale of zero."""
     hidden, weight, targets = torch.randn(4, 8), torch.randn(9, 8), torch.zeros(4, dtype=torch.long)
     call = integration.LogProbs(Unused).apply
     assert call(hidden, weight, None, targets, 1.0, 1, None, 0.0, ALL) == "TRL's own"  # type: ignore[comparison-overlap]
@@ -72,13 +72,13 @@ def test_what_is_left_to_trl() -> None:
 
 @pytest.fixture
 def trl() -> Iterator[Any]:
-    """TRL, for which Weft is not enabled before and after the test."""
+    """Return TRL; Weft is not enabled before and after the test."""
     yield pytest.importorskip("trl", reason="trl is not installed: pip install weft[trl]")
     integration.disable()
 
 
 @pytest.mark.slow
-def test_enable_and_disable(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable_and_disable_are_inverse(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.trainer import utils
 
     own = utils._ChunkedLogProbFunction
@@ -95,7 +95,7 @@ def test_enable_and_disable(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(ctx: Any, hidden: Tensor) -> None: ...
 
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
-    with pytest.raises(RuntimeError, match=r"otherwise than 1\.16"):
+    with pytest.raises(RuntimeError, match=r"differently from the supported 1\.16"):
         integration.enable()
     monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
     with pytest.raises(RuntimeError, match="does not exist"):
@@ -105,15 +105,15 @@ def test_enable_and_disable(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_trainers_log_and_learn_the_same(trl: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps in fp32, as the example has them: everything that is logged, gradient norms among it, and the trained
-    parameters."""
+    """Two steps in fp32, as in the example: all logged values including gradient norms, and the trained parameters,
+    match."""
     finetune = example("finetune_trl")
     compute, calls = integration.linear_logprobs, 0
 
-    def counted(*given: Any, **options: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        return compute(*given, **options)
+        return compute(*arguments, **options)
 
     monkeypatch.setattr(integration, "linear_logprobs", counted)
     own = finetune.train(method, 2, with_weft=False)
@@ -125,5 +125,5 @@ def test_trainers_log_and_learn_the_same(trl: Any, method: str, monkeypatch: pyt
         assert theirs["grad_norm"] > 0
         for name in theirs.keys() - {"step_time"}:
             assert wefts[name] == pytest.approx(theirs[name], rel=2e-5, abs=5e-6), name
-    # Adam divides gradients by their size: those near zero, and their errors, move parameters as much as others.
+    # Adam divides gradients by their size: gradients near zero, and their errors, move parameters as much as others.
     assert (own.parameters - ours.parameters).norm() < 1e-5 * own.parameters.norm()

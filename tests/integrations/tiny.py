@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights: dense, with softcap and tied head, and three mixtures of experts."""
+"""Tiny transformers models with random weights: dense, with softcap and tied head, and three mixtures of experts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A model for training."""
+    """Return a model for training."""
     kind, own = MODELS[name]
     torch.manual_seed(0)
     config_of = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
@@ -71,7 +71,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
 
 
 def batch(samples: int = 2, tokens: int = 24) -> dict[str, Tensor]:
-    """Tokens and labels; some of the labels are ignored."""
+    """Return tokens and labels; some labels are ignored."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(3, VOCABULARY, (samples, tokens), generator=draw)
     labels = ids.clone()
@@ -80,15 +80,15 @@ def batch(samples: int = 2, tokens: int = 24) -> dict[str, Tensor]:
 
 
 def step(model: Any, inputs: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, and the gradients of all parameters."""
+    """Return the loss of a batch, and the gradients of all parameters."""
     model.zero_grad()
     loss = model(**inputs or batch(), use_cache=False).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Of two sets of gradients, relative to the norm of the second."""
-    assert found.keys() == wanted.keys()
-    apart = sum((found[n].double() - wanted[n].double()).square().sum() for n in wanted)
-    return float((apart / sum(wanted[n].double().square().sum() for n in wanted)) ** 0.5)
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the distance of two sets of gradients, relative to the norm of the second."""
+    assert actual.keys() == expected.keys()
+    difference = sum((actual[n].double() - expected[n].double()).square().sum() for n in expected)
+    return float((difference / sum(expected[n].double().square().sum() for n in expected)) ** 0.5)

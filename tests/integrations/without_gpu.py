@@ -1,4 +1,4 @@
-"""Stand-ins for what frameworks ask of a GPU when they are imported or run, on a machine that has none."""
+"""Stand-ins for what frameworks request from a GPU at import or run time, for machines without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 class TorchOfCPUs:
-    """The module torch, but for devices, which are all CPUs."""
+    """The module torch, except that every device is the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -25,7 +25,7 @@ class TorchOfCPUs:
 
 
 def for_megatron(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """CUDA's device, streams and random states."""
+    """Replace CUDA's device, streams and random states."""
     tensor_parallel = import_module("megatron.core.tensor_parallel")
     dispatcher = import_module("megatron.core.transformer.moe.token_dispatcher")
     stream = MagicMock()
@@ -40,8 +40,8 @@ def for_megatron(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def for_sglang() -> None:
-    """torchvision, which SGLang imports for images that a model is shown, and whose wheels are made for GPUs.
-    Transformers looks for it when it is imported, and is not to find the stand-in."""
+    """Replace torchvision, which SGLang imports for image inputs, and whose wheels are made for GPUs. Transformers
+    looks for it at import and must not find the stand-in."""
     import_module("transformers.utils.import_utils")
     if find_spec("torchvision") is None:
         for name in ("", ".io", ".transforms", ".transforms.functional"):

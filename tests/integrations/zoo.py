@@ -1,7 +1,7 @@
-"""Tiny models of transformers with random weights: those that its auto classes list for text, images and speech.
+"""Tiny transformers models with random weights: those that its auto classes list for text, images and speech.
 
-`entries()` names them, `build(entry)` makes one. Sizes come from the names of a configuration's fields; `SPECIAL` has
-what a model needs besides. A model that still has more than `LARGEST` parameters is left out.
+`entries()` names them, `build(entry)` builds one. Sizes follow from the names of a configuration's fields; `SPECIAL`
+has what a model needs besides. A model that still has more than `LARGEST` parameters is left out.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _MLA = {"num_key_value_heads": 4, "head_dim": 16}
 _HYBRID = ["linear_attention", "full_attention"]
 _SLIDING = ["sliding_attention", "full_attention"]
 
-# By model type: what its configuration needs besides SIZES.
+# Extra configuration besides SIZES, by model type.
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _MLA,
     "axk2": _MLA,
@@ -222,12 +222,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-# By model type: weights with which no activation lies at the kink of a ReLU, where the last bit decides a gradient.
+# By model type: seeds for which no activation lies at the kink of a ReLU, where the last bit decides a gradient.
 SEEDS = {"mobilebert": 1}
 
 
 class Entry(NamedTuple):
-    """A class of transformers, the configuration that it takes, and what it is given."""
+    """Class of transformers, its configuration, and the kind of its inputs."""
 
     name: str
     model_type: str
@@ -235,7 +235,7 @@ class Entry(NamedTuple):
 
 
 def entries() -> list[Entry]:
-    """Return the classes that transformers' auto classes list, each once. Nothing is imported for it."""
+    """Return the classes that transformers' auto classes list, each once, without importing anything."""
     lists = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -244,14 +244,14 @@ def entries() -> list[Entry]:
         "sound": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
         "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     }
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for kind, names in lists.items():
         for model_type, name in names.items():
-            # Of a text model inside of a larger one, the configuration with "text" in its name is its own.
+            # Of a text model inside a larger one, the configuration with "text" in its name is its own.
             fits = kind == "seq2seq" or model_type not in lists["seq2seq"]
-            if fits and isinstance(name, str) and (name not in found or "text" in model_type):
-                found[name] = Entry(name, model_type, kind)
-    return list(found.values())
+            if fits and isinstance(name, str) and (name not in by_name or "text" in model_type):
+                by_name[name] = Entry(name, model_type, kind)
+    return list(by_name.values())
 
 
 def _fields(model_type: str) -> set[str]:
@@ -259,11 +259,11 @@ def _fields(model_type: str) -> set[str]:
 
 
 class CannotBuild(Exception):
-    """Why a model is not in the zoo."""
+    """Reason a model is not in the zoo."""
 
 
 def config_of(entry: Entry, *, dropout: float = 0.0) -> Any:
-    """Return a small configuration; `dropout` goes into every field that is named for one."""
+    """Return a small configuration; `dropout` goes into every dropout field."""
     kind = CONFIG_MAPPING[entry.model_type]
     fields = _fields(entry.model_type)
     if fields & {"text_config", "vision_config", "audio_config", "backbone_config"}:
@@ -298,7 +298,7 @@ def build(entry: Entry, *, dropout: float = 0.0) -> Any:
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Draw all weights anew: those that models begin with make attention nearly uniform, which hides mistakes."""
+    """Redraw all weights: initial weights make attention nearly uniform, which hides mistakes."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -314,7 +314,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def batch(entry: Entry, samples: int = 2, tokens: int = LENGTH) -> dict[str, Tensor]:
-    """Return inputs and labels; some labels of tokens are ignored."""
+    """Return inputs and labels; some token labels are ignored."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(3, VOCABULARY, (samples, tokens), generator=draw)
     labels = torch.randint(3, VOCABULARY, (samples, tokens), generator=draw)

@@ -1,1 +1,1 @@
-"""`weft.nn`: modules, conversion, and weights that are gathered as codes."""
+"""`weft.nn`: modules, conversion, and weights gathered as codes."""

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and the same models made of `weft.nn`."""
+"""Tiny transformers models with random weights, and the same models built from `weft.nn`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
-    # The first layer is dense, the second has experts; queries by a latent.
+    # The first layer is dense, the second has experts; queries come from a latent.
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -78,38 +78,44 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def of_transformers(name: str) -> Any:
-    """The model of transformers, with weights that make every part count."""
+    """Return the model of transformers, with weights that make every part matter."""
     kind, options = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SMALL | options)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
-            own = 1.0 if tensor.dim() == 1 else 0.0
-            tensor.data.normal_(own, 0.08)
+            mean = 1.0 if tensor.dim() == 1 else 0.0
+            tensor.data.normal_(mean, 0.08)
     for rotary in (m for m in model.modules() if hasattr(m, "inv_freq")):
         rotary.__init__(config)  # type: ignore[misc]
     return model
 
 
 class Decoder(nn.Module):
-    """`model.` of a checkpoint."""
+    """The `model.` part of a checkpoint."""
 
-    def __init__(self, config: Any, **made: Any) -> None:
+    def __init__(self, config: Any, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=made.get("device"))
-        self.layers = nn.ModuleList(layer(config, i, **made) for i in range(config.num_hidden_layers))
-        self.norm = weft.nn.RMSNorm(config.hidden_size, config.rms_norm_eps, device=made.get("device"))
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, device=factory_kwargs.get("device")
+        )
+        self.layers = nn.ModuleList(
+            layer(config, i, **factory_kwargs) for i in range(config.num_hidden_layers)
+        )
+        self.norm = weft.nn.RMSNorm(
+            config.hidden_size, config.rms_norm_eps, device=factory_kwargs.get("device")
+        )
 
 
 class Model(nn.Module):
-    """A whole checkpoint."""
+    """The full model of a checkpoint."""
 
-    def __init__(self, config: Any, **made: Any) -> None:
+    def __init__(self, config: Any, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.model = Decoder(config, **made)
+        self.model = Decoder(config, **factory_kwargs)
         self.lm_head = weft.nn.LinearCrossEntropy(
-            config.hidden_size, config.vocab_size, device=made.get("device")
+            config.hidden_size, config.vocab_size, device=factory_kwargs.get("device")
         )
 
     def hidden(self, ids: Tensor, **options: Any) -> Tensor:
@@ -124,20 +130,20 @@ class Model(nn.Module):
         return self.lm_head.logits(h) if labels is None else self.lm_head(h[:, :-1], labels[:, 1:])
 
 
-def layer(config: Any, index: int, **made: Any) -> weft.nn.DecoderLayer:
-    """A layer of the model with this configuration."""
+def layer(config: Any, index: int, **factory_kwargs: Any) -> weft.nn.DecoderLayer:
+    """Return a layer of the model with this configuration."""
     hidden = config.hidden_size
     moe = getattr(config, "moe_intermediate_size", None)
     if moe is None or index < getattr(config, "first_k_dense_replace", 0):
         bias = getattr(config, "mlp_bias", False)
-        mlp: nn.Module = weft.nn.GLU(hidden, config.intermediate_size, bias=bias, **made)
+        mlp: nn.Module = weft.nn.GLU(hidden, config.intermediate_size, bias=bias, **factory_kwargs)
     else:
-        mlp = mixture(config, moe, **made)
-    bare = {name: value for name, value in made.items() if name != "recipe"}
-    return weft.nn.DecoderLayer(attention(config, **made), mlp, eps=config.rms_norm_eps, **bare)
+        mlp = mixture(config, moe, **factory_kwargs)
+    bare = {name: value for name, value in factory_kwargs.items() if name != "recipe"}
+    return weft.nn.DecoderLayer(attention(config, **factory_kwargs), mlp, eps=config.rms_norm_eps, **bare)
 
 
-def attention(config: Any, **made: Any) -> nn.Module:
+def attention(config: Any, **factory_kwargs: Any) -> nn.Module:
     if hasattr(config, "kv_lora_rank"):
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         rotary = weft.nn.Rotary.of(
@@ -145,7 +151,7 @@ def attention(config: Any, **made: Any) -> nn.Module:
         )
         sizes = {name: getattr(config, name) for name in names}
         return weft.nn.LatentAttention(
-            config.hidden_size, config.num_attention_heads, **sizes, rotary=rotary, **made
+            config.hidden_size, config.num_attention_heads, **sizes, rotary=rotary, **factory_kwargs
         )
     return weft.nn.Attention(
         config.hidden_size,
@@ -155,14 +161,17 @@ def attention(config: Any, **made: Any) -> nn.Module:
         rotary=weft.nn.Rotary.of(config.rope_parameters),
         qk_norm=config.rms_norm_eps if config.model_type.startswith("qwen3") else None,
         bias=config.attention_bias,
-        **made,
+        **factory_kwargs,
     )
 
 
-def mixture(config: Any, width: int, **made: Any) -> weft.nn.MoE:
-    hidden, bare = config.hidden_size, {name: value for name, value in made.items() if name != "recipe"}
+def mixture(config: Any, width: int, **factory_kwargs: Any) -> weft.nn.MoE:
+    hidden, bare = (
+        config.hidden_size,
+        {name: value for name, value in factory_kwargs.items() if name != "recipe"},
+    )
     deepseek = config.model_type == "deepseek_v3"
-    number = config.n_routed_experts if deepseek else config.num_experts
+    num_experts = config.n_routed_experts if deepseek else config.num_experts
     options: dict[str, Any] = {"convention": "qwen3", "renormalize": config.norm_topk_prob}
     if deepseek:
         options |= {
@@ -172,9 +181,9 @@ def mixture(config: Any, width: int, **made: Any) -> weft.nn.MoE:
             "group_topk": config.topk_group,
             "scale": config.routed_scaling_factor,
         }
-    gate = weft.nn.Router(hidden, number, config.num_experts_per_tok, **options, **bare)
-    experts = weft.nn.Experts(number, hidden, width, **made)
-    shared = weft.nn.GLU(hidden, width * config.n_shared_experts, **made) if deepseek else None
+    gate = weft.nn.Router(hidden, num_experts, config.num_experts_per_tok, **options, **bare)
+    experts = weft.nn.Experts(num_experts, hidden, width, **factory_kwargs)
+    shared = weft.nn.GLU(hidden, width * config.n_shared_experts, **factory_kwargs) if deepseek else None
     return weft.nn.MoE(gate, experts, shared_experts=shared)
 
 

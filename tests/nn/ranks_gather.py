@@ -1,6 +1,6 @@
-"""What each rank runs for `test_gather`: `python ranks_gather.py RANK WORLD DIRECTORY` saves its results there.
+"""Program of each rank in `test_gather`: `python ranks_gather.py RANK WORLD DIRECTORY` saves its results there.
 
-The first rank also finds what one process finds, with which the test compares.
+The first rank also computes the results of a single process, with which the test compares.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SLOW = {
 
 
 class Block(nn.Module):
-    """Converted layers, and experts where kernels may take their time to build."""
+    """Converted layers, plus experts in slow cases, whose kernels take long to build."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
         return checkpoint(self.compute, x, use_reentrant=False) if self.checkpointed else self.compute(x)
 
 
-def made(case: Case) -> nn.Sequential:
+def build_model(case: Case) -> nn.Sequential:
     torch.manual_seed(1)
     model = nn.Sequential(Block(case), Block(case))
     weft.nn.convert(model, case.recipe)
@@ -81,14 +81,14 @@ def made(case: Case) -> nn.Sequential:
 
 
 def distributed(case: Case, mesh: Any, moved: list[int]) -> nn.Module:
-    """The model on all ranks; FSDP2 appends to `moved` how many bytes an all-gather yields."""
+    """Return the model on all ranks; FSDP2 appends the bytes that an all-gather yields to `moved`."""
 
     class Counted(DefaultAllGather):
         def __call__(self, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             moved.append(output_tensor.nbytes)
             return super().__call__(output_tensor, *args, **kwargs)
 
-    model = made(case)
+    model = build_model(case)
     if case.way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if case.gathered:
@@ -101,7 +101,7 @@ def distributed(case: Case, mesh: Any, moved: list[int]) -> nn.Module:
 
 
 def batch(step: int) -> Tensor:
-    """[2, tokens, HIDDEN]: of each rank."""
+    """Return inputs [2, tokens, HIDDEN], one batch per rank."""
     return torch.randn(2, 8, HIDDEN, generator=torch.Generator().manual_seed(step))
 
 
@@ -114,44 +114,44 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_alone(case: Case) -> dict[str, Any]:
-    """Two steps in one process, with gradients averaged over the batches of both ranks."""
-    model = made(case)
+    """Run two steps in one process, with gradients averaged over the batches of both ranks."""
+    model = build_model(case)
     optimizer = optimizer_of(model)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for step in range(2):
         ys = [model(x) for x in batch(step)]
-        found[f"y{step}"] = [y.detach() for y in ys]
+        results[f"y{step}"] = [y.detach() for y in ys]
         gradients = [torch.autograd.grad(loss_of(y), list(model.parameters())) for y in ys]
         for parameter, first, second in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = (first + second) / 2
         optimizer.step()
-    return found | {"weights": model.state_dict()}
+    return results | {"weights": model.state_dict()}
 
 
 def run(case: Case, mesh: Any) -> dict[str, Any]:
-    """The same two steps of this rank."""
+    """Run the same two steps on this rank."""
     moved: list[int] = []
     model = distributed(case, mesh, moved)
     optimizer = optimizer_of(model)
-    found: dict[str, Any] = {"moved": moved}
+    results: dict[str, Any] = {"moved": moved}
     with weft.reuse_weights() if case.reused else nullcontext():
         for step in range(2):
             y = model(batch(step)[mesh.get_local_rank()])
-            found[f"y{step}"] = y.detach()
+            results[f"y{step}"] = y.detach()
             loss_of(y).backward()
             optimizer.step()
             optimizer.zero_grad()
     state = model.state_dict()
-    found["weights"] = {
+    results["weights"] = {
         name.removeprefix("module."): (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
         for name, t in state.items()
     }
-    assert all(type(t) in (Tensor, nn.Parameter) for t in found["weights"].values())
+    assert all(type(t) in (Tensor, nn.Parameter) for t in results["weights"].values())
     assert is_gathered_quantized(next(p for n, p in model.named_parameters() if "up" in n)) == case.gathered
-    if case.way == "fsdp":  # a checkpoint of shards goes back
+    if case.way == "fsdp":  # a checkpoint of shards can be loaded
         model.load_state_dict({name: t * 0 + 1 for name, t in state.items()})
         assert all((p.full_tensor() == 1).all() for p in model.parameters())
-    return found
+    return results
 
 
 def refused(mesh: Any) -> str:
@@ -169,13 +169,13 @@ def main(rank: int, world: int, directory: Path, *, slow: bool = False) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    cases, found = SLOW if slow else QUICK, {}
-    if rank == 0:  # before the other one begins, so that kernels are built once
-        found["alone"] = {name: run_alone(case) for name, case in cases.items() if case.param_dtype is None}
+    cases, results = SLOW if slow else QUICK, {}
+    if rank == 0:  # before the other rank starts, so that kernels are built once
+        results["alone"] = {name: run_alone(case) for name, case in cases.items() if case.param_dtype is None}
     dist.barrier()
-    found |= {name: run(case, mesh) for name, case in cases.items()}
-    found["refused"] = refused(mesh)
-    torch.save(found, directory / f"{rank}.pt")
+    results |= {name: run(case, mesh) for name, case in cases.items()}
+    results["refused"] = refused(mesh)
+    torch.save(results, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

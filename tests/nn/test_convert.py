@@ -1,4 +1,4 @@
-"""`weft.nn.convert`: what becomes of a model's layers, and back."""
+"""`weft.nn.convert`: converting the layers of a model, and undoing it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import weft.nn
 
 
 class Doubled(nn.Linear):
-    """What a user may have made of a linear layer."""
+    """Linear layer as a user may have modified it."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 class Net(nn.Module):
-    """Layers of every kind that the conversion tells apart."""
+    """Net with layers of every kind that the conversion distinguishes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def results(function: Any, model: nn.Module) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
 
 
-def test_report_and_back() -> None:
+def test_conversion_is_reported_and_reversible() -> None:
     model = Net()
     before = results(model, model)
     state, members = model.state_dict(), {name: dict(m.__dict__) for name, m in model.named_modules()}
@@ -62,14 +62,14 @@ def test_report_and_back() -> None:
     report = weft.nn.convert(model, "fp8_block")
     assert report.changed == ["up", "down", "own"]
     assert report.left == {
-        "gate": "called gate, as heads and routers are",
-        "narrow": "100 outputs are no multiple of 128, the recipe's block",
+        "gate": "named gate, like a head or router",
+        "narrow": "100 outputs are not multiples of 128, the recipe's block",
         "doubled": "a subclass of torch.nn.Linear may compute something else",
-        "tied": "its weight is that of an embedding",
+        "tied": "it shares its weight with an embedding",
     }
     assert report.count("linear") == 3
-    assert "left alone: called gate" in str(report)
-    # The same objects under the same names.
+    assert "left alone: named gate" in str(report)
+    # The objects and names stay the same.
     assert list(model.state_dict()) == list(state)
     for name, tensor in model.state_dict().items():
         assert tensor.data_ptr() == state[name].data_ptr()
@@ -81,7 +81,7 @@ def test_report_and_back() -> None:
     assert torch.equal(model.up(x), weft.linear(x, model.up.weight, model.up.bias, recipe="fp8_block"))
     assert 1e-3 < float((results(model, model)[0] - before[0]).norm() / before[0].norm()) < 0.1
 
-    assert weft.nn.convert(model, "mxfp8").changed == report.changed  # another one
+    assert weft.nn.convert(model, "mxfp8").changed == report.changed  # another recipe
     assert model.down.recipe == "mxfp8"
     assert weft.nn.convert(model, None).changed == report.changed
     hook.remove()
@@ -91,14 +91,14 @@ def test_report_and_back() -> None:
     assert all(map(torch.equal, results(model, model), before))
 
 
-def test_a_model_without_a_known_module_is_said_to_be_unchanged() -> None:
-    """A table of no rows was printed: a newcomer could not tell it from a broken one."""
+def test_a_model_without_a_known_module_is_reported_unchanged() -> None:
+    """An empty table would look like a broken one to a newcomer."""
     model = nn.Sequential(nn.ReLU())
     for report in (weft.nn.convert(model, "fp8_block"), weft.integrations.apply(model)):
         assert str(report) == "nothing was changed: the model has no module that Weft computes"
 
 
-def test_compiled_checkpointed_copied_and_pickled() -> None:
+def test_converted_models_compile_checkpoint_copy_and_pickle() -> None:
     model = Net()
     before = results(model, model)
     weft.nn.convert(model, "fp8_block")
@@ -115,12 +115,12 @@ def test_compiled_checkpointed_copied_and_pickled() -> None:
     assert all(map(torch.equal, results(ways["compiled"][0], model), before))
 
 
-def test_a_filter_decides() -> None:
+def test_a_filter_replaces_the_rule() -> None:
     model = Net()
     report = weft.nn.convert(model, "fp8_row", filter=lambda name, module: name in ("gate", "narrow", "tied"))
     assert report.changed == ["gate"]
     assert report.left["up"] == "left out by the filter"
-    assert report.left["narrow"] == "100 outputs are no multiple of 16, the recipe's block"
+    assert report.left["narrow"] == "100 outputs are not multiples of 16, the recipe's block"
     assert weft.nn.convert(Net(), "bf16", filter=lambda name, module: True).changed == [
         "up", "down", "gate", "narrow", "own", "tied",
     ]  # fmt: skip
@@ -134,18 +134,18 @@ def test_weft_modules_take_the_recipe() -> None:
     model = weft.nn.DecoderLayer(weft.nn.Attention(128, 1), moe)
     report = weft.nn.convert(model, "fp8_block")
     assert len(report.changed) == 5
-    assert report.left == {"mlp.gate": "no torch.nn.Linear"}
+    assert report.left == {"mlp.gate": "not a torch.nn.Linear"}
     assert experts.recipe == "fp8_block"
     weft.nn.convert(model, None)
     assert experts.recipe is None
     narrow = weft.nn.Experts(2, 128, 64)  # 128 rows of gate and value, but 64 inputs of the second product
     assert weft.nn.convert(narrow, "fp8_block").left == {
-        "": "64 inputs are no multiple of 128, the recipe's block"
+        "": "64 inputs are not multiples of 128, the recipe's block"
     }
 
 
-def test_a_model_of_transformers() -> None:
-    """Its head is found by its own method; the loss is near that of the model as it was."""
+def test_a_transformers_model_is_converted() -> None:
+    """Its head is found through its own method; the loss stays near the original."""
     from tests.nn.models import ids, of_transformers
 
     model, tokens = of_transformers("llama"), ids()
@@ -165,17 +165,17 @@ def test_a_model_of_transformers() -> None:
 def test_lazy_layers_are_left_alone_until_they_have_sizes() -> None:
     model = nn.Sequential(nn.LazyLinear(128), nn.Linear(128, 128))
     report = weft.nn.convert(model, "fp8_block")
-    assert "not known yet" in report.left["0"]
+    assert "still unknown" in report.left["0"]
     model(torch.randn(4, 128))
     assert weft.nn.convert(model, "fp8_block").changed == ["0", "1"]
 
 
-def test_layers_that_torch_computes_past_are_left_alone() -> None:
-    """The fast path of `TransformerEncoderLayer` read the weights in eval mode as if nothing were converted."""
+def test_layers_that_torch_bypasses_are_left_alone() -> None:
+    """The fast path of `TransformerEncoderLayer` reads the weights in eval mode as if nothing were converted."""
     model = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     report = weft.nn.convert(model, "fp8_block")
     assert report.changed == []
-    assert "computes past it" in report.left["linear1"]
+    assert "bypasses it" in report.left["linear1"]
 
 
 def test_undoing_leaves_own_recipes_as_they_were() -> None:

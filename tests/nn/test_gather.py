@@ -15,7 +15,7 @@ from triton_loom.testing import results_of
 import weft.nn
 from weft.nn.gather import GatheredWeight
 
-WEIGHTS = 2 * 2 * 256 * 256  # numbers of a block that a recipe rounds: up and down
+WEIGHTS = 2 * 2 * 256 * 256  # elements of a block that a recipe rounds: up and down
 EXPERTS = 2 * 3 * 256 * 256
 BIAS = 2 * 256
 
@@ -25,7 +25,7 @@ RANKS = Path(__file__).with_name("ranks_gather.py")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Return the results of each of two ranks."""
     return results_of(RANKS, tmp_path_factory)(2)
 
 
@@ -35,69 +35,71 @@ def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 def assert_one(ranks: list[dict[str, Any]], name: str) -> None:
-    """Results and weights of two steps are those of one process bit for bit, whatever was gathered."""
+    """Assert that results and weights of two steps equal those of one process bit for bit, whatever was gathered."""
     alone = ranks[0]["alone"][name]
-    for rank, found in enumerate(ranks):
+    for rank, results in enumerate(ranks):
         for step in ("y0", "y1"):
-            assert torch.equal(found[name][step], alone[step][rank])
-        assert found[name]["weights"].keys() == alone["weights"].keys()
-        for key, weight in found[name]["weights"].items():
+            assert torch.equal(results[name][step], alone[step][rank])
+        assert results[name]["weights"].keys() == alone["weights"].keys()
+        for key, weight in results[name]["weights"].items():
             assert torch.equal(weight, alone["weights"][key]), key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "codes", "codes, checkpointed", "ddp", "plain, reused"])
-def test_two_ranks_are_one(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_compute_what_one_process_computes(name: str, ranks: list[dict[str, Any]]) -> None:
     assert_one(ranks, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "codes", "mxfp8"])
-def test_two_ranks_with_experts_are_one(name: str, slow_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_with_experts_compute_what_one_process_computes(
+    name: str, slow_ranks: list[dict[str, Any]]
+) -> None:
     assert_one(slow_ranks, name)
 
 
 @pytest.mark.slow
 def test_codes_of_fp32_weights_serve_bf16(slow_ranks: list[dict[str, Any]]) -> None:
-    """With mixed precision weights are quantised from fp32 instead of bf16: nearly the same, not equal."""
-    for found in slow_ranks:
-        codes, plain = found["codes for bf16"], found["plain in bf16"]
+    """Mixed precision quantizes weights from fp32 instead of bf16: nearly equal, not bit for bit."""
+    for results in slow_ranks:
+        codes, plain = results["codes for bf16"], results["plain in bf16"]
         assert codes["y0"].dtype == torch.bfloat16
         error = (codes["y0"] - plain["y0"]).float().norm() / plain["y0"].float().norm()
         assert error < 0.02
 
 
 @pytest.mark.slow
-def test_bytes_that_travel(ranks: list[dict[str, Any]]) -> None:
-    """An all-gather of a block has one byte for a weight, and a scale for 128 x 128 of them."""
+def test_bytes_of_an_all_gather(ranks: list[dict[str, Any]]) -> None:
+    """An all-gather of a block moves one byte per weight, and a scale per 128 x 128 of them."""
     plain, codes = 4 * (WEIGHTS + BIAS), WEIGHTS + 4 * WEIGHTS // 128**2 + 4 * BIAS
-    for found in ranks:
-        assert set(found["plain"]["moved"]) == {plain}
-        assert set(found["codes"]["moved"]) == set(found["codes, checkpointed"]["moved"]) == {codes}
+    for results in ranks:
+        assert set(results["plain"]["moved"]) == {plain}
+        assert set(results["codes"]["moved"]) == set(results["codes, checkpointed"]["moved"]) == {codes}
     assert plain / codes > 3.97
 
 
 @pytest.mark.slow
-def test_other_bytes_that_travel(slow_ranks: list[dict[str, Any]]) -> None:
+def test_bytes_of_an_all_gather_with_experts_and_other_formats(slow_ranks: list[dict[str, Any]]) -> None:
     weights = WEIGHTS + EXPERTS
-    for found in slow_ranks:
-        assert set(found["plain"]["moved"]) == {4 * (weights + BIAS)}
-        assert set(found["codes"]["moved"]) == {weights + 4 * weights // 128**2 + 4 * BIAS}
-        assert set(found["plain in bf16"]["moved"]) == {2 * (weights + BIAS)}
-        assert set(found["codes for bf16"]["moved"]) == {weights + 4 * weights // 128**2 + 2 * BIAS}
-        # Copies along rows and along columns.
-        assert set(found["mxfp8"]["moved"]) == {2 * (weights + weights // 32) + 4 * BIAS}
+    for results in slow_ranks:
+        assert set(results["plain"]["moved"]) == {4 * (weights + BIAS)}
+        assert set(results["codes"]["moved"]) == {weights + 4 * weights // 128**2 + 4 * BIAS}
+        assert set(results["plain in bf16"]["moved"]) == {2 * (weights + BIAS)}
+        assert set(results["codes for bf16"]["moved"]) == {weights + 4 * weights // 128**2 + 2 * BIAS}
+        # Rowwise and columnwise copies.
+        assert set(results["mxfp8"]["moved"]) == {2 * (weights + weights // 32) + 4 * BIAS}
 
 
 @pytest.mark.slow
-def test_blocks_of_two_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert "FSDP would cut blocks of 128 rows" in found["refused"]
-        assert "gather_quantized(model, filter=...)" in found["refused"]
+def test_blocks_that_span_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert "FSDP would split blocks of 128 rows" in results["refused"]
+        assert "gather_quantized(model, filter=...)" in results["refused"]
 
 
-def test_a_gathered_weight_is_a_weight() -> None:
-    """Without FSDP it computes, trains, moves, and is copied and saved as the plain one."""
+def test_a_gathered_weight_behaves_like_a_plain_weight() -> None:
+    """Without FSDP it computes, trains, moves, and is copied and saved like the plain one."""
     torch.manual_seed(0)
     plain = weft.nn.Linear(128, 256, recipe="fp8_block")
     layer = copy.deepcopy(plain)
@@ -122,7 +124,7 @@ def test_a_gathered_weight_is_a_weight() -> None:
     assert torch.equal(layer.weight.plain, plain.weight.bfloat16())
 
 
-def test_what_is_gathered_plain() -> None:
+def test_weights_gathered_plain_are_reported_with_a_reason() -> None:
     rows, tied = weft.nn.Linear(128, 128, recipe="fp8_row"), weft.nn.Linear(128, 128, recipe="fp8_block")
     model = nn.ModuleDict({"rows": rows, "tied": tied, "embedding": nn.Embedding(128, 128)})
     model["embedding"].weight = tied.weight
@@ -132,9 +134,9 @@ def test_what_is_gathered_plain() -> None:
     model.update({"one": twins[0], "two": twins[1]})
     report = weft.nn.gather_quantized(model, filter=lambda name, module: name != "out")
     assert report.left == {
-        "rows.weight": f"{weft.Recipe.of('fp8_row').weight} has scales of rows on all ranks",
-        "tied.weight": "modules that take it otherwise have it as well",
-        "plain.weight": "its recipe has plain numbers",
+        "rows.weight": f"{weft.Recipe.of('fp8_row').weight} has scales that span ranks",
+        "tied.weight": "it is shared with modules that use another format",
+        "plain.weight": "its recipe does not quantize it",
         "out.weight": "left out by the filter",
     }
     assert report.changed == ["one.weight", "two.weight"]

@@ -1,4 +1,4 @@
-"""Modules beside those of transformers, whose checkpoints they load, and beside each other in FP8."""
+"""Modules compared with those of transformers, whose checkpoints they load, and with each other in FP8."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.nn.models import MODELS, SMALL, Model, ids, of_transformers
 from weft import QTensor
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def relative(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 # ---- transformers ---------------------------------------------------------------------------------------
 
 
-# The kernels of latents are built for the last one alone: by night.
+# Only the last one needs the kernels of latents, which take long to build: nightly.
 NIGHTLY = ("deepseek-v3",)
 
 
@@ -31,25 +31,25 @@ NIGHTLY = ("deepseek-v3",)
     params=[pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in MODELS]
 )
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Model]:
-    """A model of transformers, and the one of `weft.nn` that has loaded its checkpoint strictly."""
-    theirs = of_transformers(request.param)
-    mine = Model(theirs.config, device="meta").to_empty(device="cpu")
-    mine.load_state_dict(theirs.state_dict(), strict=True)
-    return theirs, mine
+    """Return a model of transformers, and the `weft.nn` one that has loaded its checkpoint strictly."""
+    original = of_transformers(request.param)
+    model = Model(original.config, device="meta").to_empty(device="cpu")
+    model.load_state_dict(original.state_dict(), strict=True)
+    return original, model
 
 
-def test_logits_and_gradients_are_those_of_transformers(pair: tuple[Any, Model]) -> None:
-    theirs, mine = pair
+def test_logits_and_gradients_match_transformers(pair: tuple[Any, Model]) -> None:
+    original, model = pair
     tokens = ids()
-    wanted = theirs(tokens, labels=tokens, output_hidden_states=True)
-    torch.testing.assert_close(mine.hidden(tokens), wanted.hidden_states[-1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mine(tokens), wanted.logits, rtol=1e-5, atol=1e-5)
-    loss = mine(tokens, tokens)
+    wanted = original(tokens, labels=tokens, output_hidden_states=True)
+    torch.testing.assert_close(model.hidden(tokens), wanted.hidden_states[-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(tokens), wanted.logits, rtol=1e-5, atol=1e-5)
+    loss = model(tokens, tokens)
     torch.testing.assert_close(loss, wanted.loss, rtol=1e-6, atol=1e-6)
     wanted.loss.backward()
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in mine.named_parameters()}
-    for name, parameter in theirs.named_parameters():
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in original.named_parameters():
         assert (
             gradients.pop(name) - parameter.grad
         ).abs().max() < 5e-6 * parameter.grad.abs().max() + 1e-8, name
@@ -75,34 +75,36 @@ def results(layer: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tenso
 
 @pytest.mark.slow
 def test_codes_flow_between_layers() -> None:
-    """Norms, attention and the gated unit write FP8; no projection quantises its input. Results are close to those of
-    fp32, and the same bits with activations computed again. Compiled, the decoder layer of the examples is tested."""
+    """Norms, attention and the gated unit write FP8; no projection quantizes its input. Results are close to those of
+    fp32, and bit for bit the same with recomputed activations. A test of the examples compiles the decoder layer."""
     layer, x = decoder_layer("fp8_block"), torch.randn(2, 24, 128).bfloat16()
-    taken: dict[str, type] = {}
+    input_types: dict[str, type] = {}
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: taken.__setitem__(name, type(args[0])))
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: input_types.__setitem__(name, type(args[0]))
+        )
         for name, module in layer.named_modules()
         if isinstance(module, weft.nn.Linear)
     ]
     parameters = list(layer.parameters())
-    found = results(layer, x, parameters)
-    assert len(taken) == 7
-    assert set(taken.values()) == {QTensor}
+    actual = results(layer, x, parameters)
+    assert len(input_types) == 7
+    assert set(input_types.values()) == {QTensor}
     for hook in hooks:
         hook.remove()
     exact = decoder_layer()
     wanted = results(exact, x.float(), list(exact.parameters()))
-    assert 0.001 < max(map(relative, found, wanted)) < 0.15
+    assert 0.001 < max(map(relative, actual, wanted)) < 0.15
     again = results(
         lambda leaf: torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=False), x, parameters
     )
-    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, actual, again))
     with torch.no_grad():
-        assert torch.equal(layer(x), found[0])
+        assert torch.equal(layer(x), actual[0])
 
 
-def test_input_is_quantised_once() -> None:
-    """By a layer that gets plain numbers, and only where all layers take the same ones."""
+def test_input_is_quantized_once() -> None:
+    """A layer quantizes a plain input once, and only if all its projections use the same format."""
     mlp, x = weft.nn.GLU(128, 128, recipe="fp8_block"), torch.randn(3, 128)
     assert torch.equal(mlp(x), mlp(weft.quantize(x, "1x128", columnwise=True)))
     assert weft.nn.numbers_for(mlp.gate_proj).columnwise
@@ -119,7 +121,7 @@ def test_input_is_quantised_once() -> None:
 
 
 def test_attention_with_a_window_and_sinks() -> None:
-    """Beside scores written out."""
+    """A window and sinks match scores computed explicitly."""
     layer = decoder_layer(sliding_window=8, sinks=True).self_attn
     assert isinstance(layer, weft.nn.Attention)
     assert layer.sinks is not None
@@ -146,11 +148,11 @@ def test_attention_with_a_window_and_sinks() -> None:
 
 
 @torch.no_grad()
-def test_decoding() -> None:
-    """A prompt, with pads for the shorter sequence, and then token by token: the logits of the whole sequences."""
-    theirs = of_transformers("qwen3")
-    model = Model(theirs.config)
-    model.load_state_dict(theirs.state_dict())
+def test_decoding_matches_whole_sequences() -> None:
+    """A prompt, padded for the shorter sequence, and then single tokens give the logits of the whole sequences."""
+    original = of_transformers("qwen3")
+    model = Model(original.config)
+    model.load_state_dict(original.state_dict())
     for one in model.model.layers:
         one.self_attn.sliding_window = 8
     tokens, lengths = ids(2, 12), torch.tensor([8, 5])
@@ -162,45 +164,49 @@ def test_decoding() -> None:
         new = 8 if step == 0 else 1
         pages = weft.nn.Pages.of(table, lengths + step, tokens=new, page_size=4)
         assert pages.slots[1].tolist() == ([-1] * 3 + [0, 1, 2, 3, 28] if step == 0 else [28 + step])
-        given = (
+        new_tokens = (
             prompt if step == 0 else torch.stack([tokens[i, lengths[i] + step - 1, None] for i in range(2)])
         )
-        logits = model(given, caches=caches, pages=pages)
+        logits = model(new_tokens, caches=caches, pages=pages)
         for i in range(2):
             count = min(new, int(lengths[i]))
             end = int(lengths[i]) + step
             torch.testing.assert_close(logits[i, -count:], wanted[i][end - count : end], rtol=1e-5, atol=1e-5)
 
 
-# ---- as modules -----------------------------------------------------------------------------------------
+# ---- modules in general ---------------------------------------------------------------------------------
 
 
 def every_module() -> list[nn.Module]:
     rotary = weft.nn.Rotary(10000.0, dim=16, style="interleaved", first=False)
     sizes = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
-    made: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
-    router = weft.nn.Router(64, 4, 2, convention="deepseek_v3", correction_bias=True, **made)
-    experts = weft.nn.Experts(4, 64, 32, recipe="mxfp8", **made)
+    factory_kwargs: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    router = weft.nn.Router(64, 4, 2, convention="deepseek_v3", correction_bias=True, **factory_kwargs)
+    experts = weft.nn.Experts(4, 64, 32, recipe="mxfp8", **factory_kwargs)
     return [
-        weft.nn.Linear(64, 32, recipe="fp8_block", **made),
-        weft.nn.GroupedLinear(3, 64, 32, recipe="mxfp8", **made),
-        weft.nn.RMSNorm(64, **made),
-        weft.nn.LayerNorm(64, **made),
-        weft.nn.LatentAttention(64, 4, v_head_dim=32, rotary=rotary, **sizes, **made),  # type: ignore[arg-type]
-        weft.nn.MoE(router, experts, shared_experts=weft.nn.GLU(64, 32, act="gelu", **made)),
+        weft.nn.Linear(64, 32, recipe="fp8_block", **factory_kwargs),
+        weft.nn.GroupedLinear(3, 64, 32, recipe="mxfp8", **factory_kwargs),
+        weft.nn.RMSNorm(64, **factory_kwargs),
+        weft.nn.LayerNorm(64, **factory_kwargs),
+        weft.nn.LatentAttention(64, 4, v_head_dim=32, rotary=rotary, **sizes, **factory_kwargs),  # type: ignore[arg-type]
+        weft.nn.MoE(router, experts, shared_experts=weft.nn.GLU(64, 32, act="gelu", **factory_kwargs)),
         weft.nn.DecoderLayer(
-            weft.nn.Attention(64, 2, sinks=True, **made), weft.nn.GLU(64, 32, **made), **made
+            weft.nn.Attention(64, 2, sinks=True, **factory_kwargs),
+            weft.nn.GLU(64, 32, **factory_kwargs),
+            **factory_kwargs,
         ),
-        weft.nn.LinearCrossEntropy(64, 100, z_loss=1e-3, **made),
+        weft.nn.LinearCrossEntropy(64, 100, z_loss=1e-3, **factory_kwargs),
     ]
 
 
-@pytest.mark.parametrize("made", every_module(), ids=lambda module: type(module).__name__)
-def test_made_without_memory_then_filled_copied_and_pickled(made: nn.Module) -> None:
-    assert {p.device.type for p in made.parameters()} == {"meta"}
-    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
-    assert {b.dtype for b in made.half().bfloat16().buffers()} <= {torch.float32}  # the correction bias
-    module = made.to_empty(device="cpu")
+@pytest.mark.parametrize("module_on_meta", every_module(), ids=lambda module: type(module).__name__)
+def test_modules_materialize_from_meta_copy_and_pickle(module_on_meta: nn.Module) -> None:
+    assert {p.device.type for p in module_on_meta.parameters()} == {"meta"}
+    assert {p.dtype for p in module_on_meta.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in module_on_meta.half().bfloat16().buffers()} <= {
+        torch.float32
+    }  # the correction bias
+    module = module_on_meta.to_empty(device="cpu")
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.fill_(torch.nan)
     for part in module.modules():
@@ -213,7 +219,7 @@ def test_made_without_memory_then_filled_copied_and_pickled(made: nn.Module) -> 
         assert all(map(torch.equal, other.state_dict().values(), module.state_dict().values()))
 
 
-def test_grouped_linear() -> None:
+def test_grouped_linear_computes_each_group() -> None:
     layer = weft.nn.GroupedLinear(3, 128, 128)
     x, ends = torch.randn(9, 128), torch.tensor([2, 4, 7])  # rows 0-1, 2-3 and 4-6
     y = layer(x, ends)
@@ -229,21 +235,21 @@ def test_grouped_linear() -> None:
         layer(x[:, :64], ends)
 
 
-def test_norms_are_those_of_torch() -> None:
+def test_norms_match_torch() -> None:
     x, h = torch.randn(2, 3, 5, 128)
-    for mine, theirs in (
+    for ours, reference in (
         (weft.nn.RMSNorm(128), nn.RMSNorm(128, eps=1e-6)),
         (weft.nn.LayerNorm(128), nn.LayerNorm(128)),
     ):
-        nn.init.normal_(theirs.weight)
-        mine.load_state_dict(theirs.state_dict())
-        torch.testing.assert_close(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
-        y, total = mine(x, h)
+        nn.init.normal_(reference.weight)
+        ours.load_state_dict(reference.state_dict())
+        torch.testing.assert_close(ours(x), reference(x), rtol=1e-5, atol=1e-5)
+        y, total = ours(x, h)
         assert torch.equal(total, x + h)
-        torch.testing.assert_close(y, theirs(x + h), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, reference(x + h), rtol=1e-5, atol=1e-5)
 
 
-def test_mixture_tells_its_routing() -> None:
+def test_mixture_returns_its_routing() -> None:
     experts, x = weft.nn.Experts(8, 128, 128), torch.randn(2, 5, 128)
     moe = weft.nn.MoE(weft.nn.Router(128, 8, 2, balance_coefficient=0.01), experts)
     y, routing = moe(x, return_routing=True)
@@ -256,7 +262,7 @@ def test_mixture_tells_its_routing() -> None:
     assert routing.balance_loss is not None
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_refused_with_a_reason() -> None:
     layer = weft.nn.DecoderLayer(weft.nn.Attention(64, 2), weft.nn.GLU(64, 32))
     x = torch.randn(1, 3, 64)
     with pytest.raises(ValueError, match=r"weft\.nn\.MoE"):

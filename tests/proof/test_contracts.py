@@ -1,4 +1,4 @@
-"""Contracts that are derived from host code, and what is proven of them."""
+"""Contracts derived from host code, and proofs of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHARDED = "sharded_logprobs:qwen3-30b-a3b/vocabulary-shard:plain:8192"
 
 
 def committed() -> dict[str, Any]:
-    """The report that the page shows."""
+    """Return the report that the page shows."""
     read: dict[str, Any] = json.loads(COMMITTED.read_text())
     return read
 
@@ -61,7 +61,7 @@ def named(name: str) -> Workload:
 # ---- expressions ------------------------------------------------------------------------------------------------
 
 
-def test_expressions_mean_the_same_to_both() -> None:
+def test_z3_and_sympy_expressions_agree() -> None:
     a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
     ceiling = -FloorDiv(-a, b)
     cases = [
@@ -82,29 +82,29 @@ def test_expressions_mean_the_same_to_both() -> None:
     ]
     draw = random.Random(0)
     for expression in cases:
-        said = Translator({a: "a", b: "b"})(expression)
+        translated = Translator({a: "a", b: "b"})(expression)
         for _ in range(40):
             numbers = {a: draw.randrange(1, 200), b: draw.randrange(1, 40)}
             values = [(z3.Int(str(name)), z3.IntVal(value)) for name, value in numbers.items()]
-            found = z3.simplify(z3.substitute(said, *values))
+            result = z3.simplify(z3.substitute(translated, *values))
             wanted = expression.subs(numbers)
-            assert str(found) == str(wanted), (expression, numbers)
+            assert str(result) == str(wanted), (expression, numbers)
 
 
-def test_strides_of_tensors_that_have_elements() -> None:
-    """max(1, e) is e where the region says that e is positive, and there alone."""
+def test_strides_of_nonempty_tensors_have_no_maximum() -> None:
+    """Replace max(1, e) by e only where the region implies that e is positive."""
     a = sympy.Symbol("a", positive=True, integer=True)
     pointer = Pointer(torch.float32, (a, a - 5), (Max(1, a - 5), 1), 0, 1)
-    variant: Any = None  # is not looked at
+    variant: Any = None  # unused
     launched = Launched(variant, (a,), {"x_ptr": pointer}, {"stride": Max(1, a - 5)}, {"a": a})
-    for least, wanted in ((1, Max(1, a - 5)), (5, Max(1, a - 5)), (6, a - 5)):
-        region = Region((z3.Int("a") >= least,), {"a": 9})
-        found = without_extremes(launched, region, [Size("a", 9)], Translator({a: "a"}))
-        assert found.integers["stride"] == found.pointers["x_ptr"].stride[0] == wanted
+    for minimum, wanted in ((1, Max(1, a - 5)), (5, Max(1, a - 5)), (6, a - 5)):
+        region = Region((z3.Int("a") >= minimum,), {"a": 9})
+        result = without_extremes(launched, region, [Size("a", 9)], Translator({a: "a"}))
+        assert result.integers["stride"] == result.pointers["x_ptr"].stride[0] == wanted
 
 
 def test_questions_come_in_the_same_order_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets of expressions are ordered by Python's seed. Attention's proofs were lost by it in one run of three."""
+    """Regression: Python's seed orders sets of expressions, which lost attention's proofs in one run of three."""
     a = sympy.Symbol("a", positive=True, integer=True)
     integers = {f"stride{n}": Max(1, a - n) for n in range(10, 22)}
     asked: list[str] = []
@@ -116,16 +116,16 @@ def test_questions_come_in_the_same_order_in_every_process(monkeypatch: pytest.M
     assert asked == sorted(asked)
 
 
-def test_dimensions_that_lie_together_are_one() -> None:
+def test_contiguous_dimensions_are_merged() -> None:
     a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
     values = {a: 6, b: 7}
     dense = Pointer(torch.float32, (3, b, a, 8), (8 * a * b, 8, 8 * b, 1), 0, 1)  # heads before tokens
     assert dense_dims(dense, values) == [(24 * a * b, 1)]
-    apart = Pointer(torch.float32, (3, b, a, 8), (8 * a * b, 8, 8 * b + 8, 1), 0, 1)
-    assert dense_dims(apart, values) == [(3, 8 * a * b), (a, 8 * b + 8), (8 * b, 1)]
+    padded = Pointer(torch.float32, (3, b, a, 8), (8 * a * b, 8, 8 * b + 8, 1), 0, 1)
+    assert dense_dims(padded, values) == [(3, 8 * a * b), (a, 8 * b + 8), (8 * b, 1)]
 
 
-def test_what_is_divided_by_has_to_be_positive() -> None:
+def test_divisors_must_be_positive() -> None:
     a, b = (sympy.Symbol(name, positive=True, integer=True) for name in "ab")
     translate = Translator({a: "a", b: "b"})
     translate(FloorDiv(a, b + 1))
@@ -138,25 +138,25 @@ def test_what_is_divided_by_has_to_be_positive() -> None:
 
 
 def test_all_sizes_of_a_small_op() -> None:
-    """Every way through the host code is found, and every launch proven."""
-    found = proven(named(SHARDED), TARGET)
-    assert found.contracts.complete
-    assert {size.name for size in found.contracts.sizes} == {"rows", "cols"}
-    assert found.verdict == "proven"
-    assert found.counts()["proven"] > 20
+    """Every path through the host code is found, and every launch proven."""
+    result = proven(named(SHARDED), TARGET)
+    assert result.contracts.complete
+    assert {size.name for size in result.contracts.sizes} == {"rows", "cols"}
+    assert result.verdict == "proven"
+    assert result.counts()["proven"] > 20
 
 
 def test_one_size_is_not_all_sizes() -> None:
-    """A call that can only be traced with numbers has a contract, which is of these numbers."""
-    found = contracts_of(named("multi_tensor_clip:odd/33:clip:4096"), TARGET)
-    assert found.cases
-    assert not found.sizes
-    assert not found.complete
-    assert found.fixed["cols"] == 33
+    """A call that can only be traced at concrete sizes has a contract for these sizes."""
+    result = contracts_of(named("multi_tensor_clip:odd/33:clip:4096"), TARGET)
+    assert result.cases
+    assert not result.sizes
+    assert not result.complete
+    assert result.fixed["cols"] == 33
 
 
 def broken(buffer: Buffer) -> Buffer:
-    """The same tensor without its last element."""
+    """Return the same tensor without its last element."""
     return replace(buffer, extent=buffer.extent - 1, dims=None)
 
 
@@ -168,10 +168,10 @@ def broken(buffer: Buffer) -> Buffer:
     ],
 )
 def test_a_contract_that_promises_too_little_is_refuted(name: str) -> None:
-    """Each tensor of a launch, one element shorter than it is."""
+    """Each tensor of a launch, shortened by one element, is refuted."""
     (case, *_) = contracts_of(named(name), TARGET, regions=1).cases
     ttir = ttir_by_name(case.variant, TARGET)
-    buffers = [each for each, given in case.contract.arguments.items() if isinstance(given, Buffer)]
+    buffers = [each for each, argument in case.contract.arguments.items() if isinstance(argument, Buffer)]
     assert len(buffers) >= 3
     for each in buffers:
         arguments: dict[str, Any] = dict(case.contract.arguments)
@@ -183,8 +183,8 @@ def test_a_contract_that_promises_too_little_is_refuted(name: str) -> None:
 # ---- outputs ----------------------------------------------------------------------------------------------------
 
 
-def test_outputs_are_written_whole() -> None:
-    """What host code allocates and one launch fills, and the same with one program less."""
+def test_outputs_are_written_entirely() -> None:
+    """A launch fills what host code allocates, but not with one program less."""
     (case,) = contracts_of(named("norm:odd/1:layer:8192"), TARGET, regions=1).cases
     assert set(case.contract.outputs) == {"statistics.rstd", "statistics.mean", "stored.y"}
     ttir = ttir_by_name(case.variant, TARGET)
@@ -194,10 +194,10 @@ def test_outputs_are_written_whole() -> None:
         assert {covered(prover, name).verdict for name in contract.outputs} == {verdict}
 
 
-def test_what_several_launches_write_is_no_output() -> None:
-    """Statistics of two lists of tensors go to one tensor; what the last launch makes of them is its own."""
-    found = contracts_of(named("multi_tensor_reduce:odd/33:norm1:4096"), TARGET)
-    assert [case.contract.outputs for case in found.cases] == [(), (), ("total_ptr",)]
+def test_a_tensor_written_by_several_launches_is_no_output() -> None:
+    """Two launches write statistics to one tensor; only the last launch's result is its own output."""
+    result = contracts_of(named("multi_tensor_reduce:odd/33:norm1:4096"), TARGET)
+    assert [case.contract.outputs for case in result.cases] == [(), (), ("total_ptr",)]
 
 
 def test_two_halves_of_one_allocation_are_no_outputs() -> None:
@@ -206,7 +206,7 @@ def test_two_halves_of_one_allocation_are_no_outputs() -> None:
     assert case.contract.outputs == ()
 
 
-def test_proofs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_proofs_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     workload = named(SHARDED)
     first = proven(workload, TARGET, regions=1)
@@ -216,14 +216,18 @@ def test_proofs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert [p.report for p in again.proofs] == [p.report for p in first.proofs]
 
 
-# ---- what is assumed of memory ----------------------------------------------------------------------------------
+# ---- assumptions about memory -----------------------------------------------------------------------------------
 
 
 def assume(monkeypatch: pytest.MonkeyPatch, kernel: str, parameter: str, assumed: Loaded | None) -> None:
-    """Let contracts assume something else, or nothing, of one parameter than its family declares."""
+    """Let contracts make another assumption about a parameter, or none, than its family declares."""
 
-    def changed(of: str, name: str) -> Loaded | None:
-        return assumed if (of, name) == (kernel, parameter) else loaded_of(of, name)
+    def changed(kernel_name: str, parameter_name: str) -> Loaded | None:
+        return (
+            assumed
+            if (kernel_name, parameter_name) == (kernel, parameter)
+            else loaded_of(kernel_name, parameter_name)
+        )
 
     monkeypatch.setattr("weft.lab.symbolic.contracts.loaded_of", changed)
 
@@ -239,13 +243,13 @@ def test_an_assumption_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("x_ptr" in answer.what for answer in report.counterexamples)
 
 
-def test_assumptions_are_of_parameters_that_exist() -> None:
+def test_assumptions_name_existing_parameters() -> None:
     import importlib
     import pkgutil
 
     kernels = {}
-    for found in pkgutil.walk_packages(weft.ops.__path__, "weft.ops."):
-        for value in vars(importlib.import_module(found.name)).values():
+    for module in pkgutil.walk_packages(weft.ops.__path__, "weft.ops."):
+        for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, weft.runtime.Kernel):
                 kernels[value.name] = value
     for kernel, parameter in (key for family in FAMILIES for key in family.loaded):
@@ -262,26 +266,26 @@ def test_assumptions_are_checked_where_kernels_run() -> None:
         weft.permute(tokens, wrong)
 
 
-def test_maps_lead_back_where_kernels_run() -> None:
+def test_inverse_maps_are_checked_where_kernels_run() -> None:
     tokens = torch.randn(4, 32)
     rows = weft.row_map(torch.tensor([[0], [1], [1], [0]]), experts=2, align=1)
     swapped = rows._replace(row_of_slot=rows.row_of_slot[[1, 0, 2, 3]])
     with (
-        pytest.raises(AssertionError, match="row_of_slot_ptr of permute_kernel does not lead back"),
+        pytest.raises(AssertionError, match="row_of_slot_ptr of permute_kernel is not undone by its inverse"),
         holding(),
     ):
         weft.permute(tokens, swapped)
     twice = rows._replace(slot_of_row=rows.slot_of_row[[0, 0, 2, 3]])
-    with pytest.raises(AssertionError, match="does not lead back"), holding():
+    with pytest.raises(AssertionError, match="is not undone by its inverse"), holding():
         weft.permute(tokens, twice)
 
 
-def test_elements_that_differ() -> None:
-    given = Given({"rows": 3}, {})
+def test_distinct_elements_are_checked() -> None:
+    launch = Given({"rows": 3}, {})
     order = Loaded(least=0, below="rows", distinct=True, apart=("rows", Loaded(least=0, most="rows")))
-    _check(order, "order", torch.tensor([2, 0, 1, 2]), given)
+    _check(order, "order", torch.tensor([2, 0, 1, 2]), launch)
     with pytest.raises(AssertionError, match="order has an element twice"):
-        _check(order, "order", torch.tensor([2, 0, 2, 1]), given)
+        _check(order, "order", torch.tensor([2, 0, 2, 1]), launch)
 
 
 @pytest.mark.slow
@@ -293,7 +297,7 @@ def test_elements_that_differ() -> None:
     ],
 )
 def test_races_by_lists_of_rows(name: str, kernel: str, parameter: str, monkeypatch: Any) -> None:
-    """No two programs write one row, because of what is assumed of the list that they find it in."""
+    """No two programs write one row, because of the assumptions about the list of rows."""
     workload = named(name)
     races = [p.races for p in proven(workload, TARGET, regions=1).proofs if p.case.variant.kernel == kernel]
     assert {answer.verdict for answer in races[0]} == {"proven"}
@@ -304,10 +308,10 @@ def test_races_by_lists_of_rows(name: str, kernel: str, parameter: str, monkeypa
     assert {answer.verdict for answer in races[0]} - {"proven"}
 
 
-def test_bounds() -> None:
-    given = Given({"rows": 8}, {"x_ptr": (3, 5, 7)})
-    known = Loaded(least=-1, below="rows", most=lambda g: g.rows("x_ptr"))
-    assert [all(within(known, given, value)) for value in (-2, -1, 7, 8)] == [False, True, True, False]
+def test_values_are_checked_against_bounds() -> None:
+    launch = Given({"rows": 8}, {"x_ptr": (3, 5, 7)})
+    bounds = Loaded(least=-1, below="rows", most=lambda g: g.rows("x_ptr"))
+    assert [all(within(bounds, launch, value)) for value in (-2, -1, 7, 8)] == [False, True, True, False]
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -318,22 +322,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["prove", "--workload", SHARDED, "--out", str(file)]) == 0
     report = json.loads(file.read_text())
     assert report["report"] == "weft prove"
-    (told,) = report["workloads"]
-    assert told["verdict"] == "proven"
-    assert told["complete"] is True
-    assert all(set(launch["outputs"].values()) == {"proven"} for launch in told["launches"])
+    (record,) = report["workloads"]
+    assert record["verdict"] == "proven"
+    assert record["complete"] is True
+    assert all(set(launch["outputs"].values()) == {"proven"} for launch in record["launches"])
     assert "sharded_logprobs" in capsys.readouterr().out
     assert main(["report", "evidence", str(file)]) == 0
     assert "| `sharded_logprobs` | 1 |" in capsys.readouterr().out
 
 
-def test_the_command_refuses_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_an_unknown_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--op", "nothing"]) == 2
     assert "there is no op 'nothing'" in capsys.readouterr().err
 
 
-def test_the_command_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content, said in (
+def test_the_command_refuses_files_that_are_not_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content, message in (
         ("", "is no report: it is not JSON"),
         ("[]", "is no report of Weft's"),
         ('{"report": "weft bench", "schema": 1}', "is a report of `weft bench`"),
@@ -344,13 +350,13 @@ def test_the_command_refuses_what_is_no_report(tmp_path: Path, capsys: pytest.Ca
     ):
         (tmp_path / "other.json").write_text(content)
         assert main(["prove", "--against", str(tmp_path / "other.json")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-# ---- what was proven stays proven -------------------------------------------------------------------------------
+# ---- regressions of proofs --------------------------------------------------------------------------------------
 
 
-def test_what_is_lost_is_named() -> None:
+def test_lost_proofs_are_named() -> None:
     def report(
         *launches: tuple[str, list[str]], complete: bool = True, workload: str = "norm"
     ) -> dict[str, Any]:
@@ -358,9 +364,9 @@ def test_what_is_lost_is_named() -> None:
             verdict = "counterexample" if what.endswith("!") else "unknown"
             return {"kind": "bounds", "what": what.removesuffix("!"), "verdict": verdict}
 
-        told = [{"kernel": kernel, "open": [*map(answer, unproven)]} for kernel, unproven in launches]
-        found = {"workload": workload, "complete": complete, "launches": told}
-        return {"target": TARGET, "regions": 1, "workloads": [found]}
+        records = [{"kernel": kernel, "open": [*map(answer, unproven)]} for kernel, unproven in launches]
+        workload_record = {"workload": workload, "complete": complete, "launches": records}
+        return {"target": TARGET, "regions": 1, "workloads": [workload_record]}
 
     before = report(("a", ["load x"]), ("b", []))
     assert not list(lost(before, before))
@@ -376,43 +382,43 @@ def test_what_is_lost_is_named() -> None:
     assert not list(lost(report(("a", ["load x!"])), report(("a", ["load x!"]))))
 
 
-def test_an_output_that_is_no_longer_whole_is_named() -> None:
+def test_an_output_that_is_no_longer_written_entirely_is_named() -> None:
     def report(*outputs: dict[str, str] | None) -> dict[str, Any]:
         launches = [{"kernel": "a", "open": [], **({} if o is None else {"outputs": o})} for o in outputs]
         for launch in launches:
             for name, verdict in launch.get("outputs", {}).items():
                 if verdict != "proven":
                     launch["open"].append({"kind": "covered", "what": f"all of {name}", "verdict": verdict})
-        found = {"workload": "norm", "complete": True, "launches": launches}
-        return {"target": TARGET, "regions": 1, "workloads": [found]}
+        workload_record = {"workload": "norm", "complete": True, "launches": launches}
+        return {"target": TARGET, "regions": 1, "workloads": [workload_record]}
 
-    whole, unknown, hole = ({"y": verdict} for verdict in ("proven", "unknown", "counterexample"))
-    said = ["norm: a: that all of y is written"]
-    assert not list(lost(report(whole), report(whole)))
-    assert list(lost(report(whole), report(unknown))) == said
-    assert list(lost(report(whole), report(hole))) == said
-    assert list(lost(report(whole), report({}))) == said, "it is not asked about any more"
-    assert list(lost(report(whole, unknown), report(unknown, unknown))) == said
-    assert not list(lost(report(whole, unknown), report(unknown)))
-    assert not list(lost(report(unknown), report(hole))), "it may be one that the op leaves undefined"
-    for now in (whole, unknown, hole):
+    proven_output, unknown, hole = ({"y": verdict} for verdict in ("proven", "unknown", "counterexample"))
+    lost_output = ["norm: a: that all of y is written"]
+    assert not list(lost(report(proven_output), report(proven_output)))
+    assert list(lost(report(proven_output), report(unknown))) == lost_output
+    assert list(lost(report(proven_output), report(hole))) == lost_output
+    assert list(lost(report(proven_output), report({}))) == lost_output, "its obligation is gone"
+    assert list(lost(report(proven_output, unknown), report(unknown, unknown))) == lost_output
+    assert not list(lost(report(proven_output, unknown), report(unknown)))
+    assert not list(lost(report(unknown), report(hole))), "the op may leave it undefined"
+    for now in (proven_output, unknown, hole):
         assert not list(lost(report(None), report(now))), "an older report"
-    assert not list(lost(report(unknown), report(whole)))
+    assert not list(lost(report(unknown), report(proven_output)))
 
 
-def test_what_seems_lost_is_proven_again_with_more_effort(
+def test_seemingly_lost_proofs_are_retried_with_more_effort(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One that is still open then is lost; one that is proven then is told so."""
+    """A proof still open after the retry is lost; one that succeeds then counts."""
     module = importlib.import_module("weft.lab.commands.prove")
     names = [each["workload"] for each in committed()["workloads"] if each["launches"]][:2]
     records = {each["workload"]: each for each in committed()["workloads"]}
     asked: list[tuple[str, int]] = []
 
-    def made(names: Sequence[str], args: Any, effort: int) -> Iterator[dict[str, Any]]:
+    def fake_records(names: Sequence[str], args: Any, effort: int) -> Iterator[dict[str, Any]]:
         for name in names:
             asked.append((name, effort))
-            found = copy.deepcopy(records[name])
+            record = copy.deepcopy(records[name])
             if effort == 1 or name == names_lost[0]:
                 hole = {
                     "kind": "bounds",
@@ -422,10 +428,10 @@ def test_what_seems_lost_is_proven_again_with_more_effort(
                     "why": "",
                     "example": "",
                 }
-                found["launches"][0]["open"].append(hole)
-            yield found
+                record["launches"][0]["open"].append(hole)
+            yield record
 
-    monkeypatch.setattr(module, "_records", made)
+    monkeypatch.setattr(module, "_records", fake_records)
     command = ["prove", "--regions", "1", "--against", str(COMMITTED), "--out", str(tmp_path / "out.json")]
     for name in names:
         command += ["--workload", name]
@@ -441,7 +447,7 @@ def test_every_op_is_in_the_table() -> None:
 
 
 def test_the_quickest_of_the_table_is_still_proven(tmp_path: Path) -> None:
-    """All that takes a second or two, on which every change is tried."""
+    """Proofs that take a second or two are redone with every change."""
     quick = [each["workload"] for each in committed()["workloads"] if each["seconds"] <= QUICK_SECONDS]
     assert len(quick) >= 5
     now = [prove_workload(name, TARGET, committed()["regions"]) for name in quick]

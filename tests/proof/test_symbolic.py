@@ -1,4 +1,4 @@
-"""Host code run with symbols launches what it launches with numbers."""
+"""Host code run with symbols launches what it launches with integers."""
 
 from __future__ import annotations
 
@@ -39,31 +39,33 @@ def named(name: str) -> Workload:
 
 
 def numbers_of(launched: Launched, values: Mapping[str, int]) -> tuple[Any, ...]:
-    """A launch with its symbols replaced by numbers."""
-    known = {launched.symbols[name]: value for name, value in values.items() if name in launched.symbols}
+    """Return a launch with its symbols replaced by integers."""
+    substitutions = {
+        launched.symbols[name]: value for name, value in values.items() if name in launched.symbols
+    }
 
     def number(e: Any) -> int:
-        return int(sympy.sympify(e).subs(known))
+        return int(sympy.sympify(e).subs(substitutions))
 
-    def place(pointer: Pointer) -> tuple[Any, ...]:
+    def concrete(pointer: Pointer) -> tuple[Any, ...]:
         sizes = tuple(map(number, pointer.shape))
         strides = [number(stride) for size, stride in zip(sizes, pointer.stride, strict=True) if size != 1]
         return pointer.dtype, sizes, tuple(strides), number(pointer.offset)
 
     integers = {name: number(value) for name, value in launched.integers.items()}
-    pointers = {name: place(pointer) for name, pointer in launched.pointers.items()}
+    pointers = {name: concrete(pointer) for name, pointer in launched.pointers.items()}
     return launched.variant, tuple(map(number, launched.grid)), integers, pointers
 
 
 def holds(trace: Trace, values: Mapping[str, int]) -> bool:
-    known = {trace.sizes[name]: value for name, value in values.items()}
-    return all(bool(guard.subs(known)) for guard in trace.guards if not isinstance(guard, bool))
+    substitutions = {trace.sizes[name]: value for name, value in values.items()}
+    return all(bool(guard.subs(substitutions)) for guard in trace.guards if not isinstance(guard, bool))
 
 
 def assert_same_launches(workload: Workload, sizes: list[Size], values: dict[str, int]) -> None:
-    """What is traced at these sizes, and what is launched at them."""
+    """Raise unless a trace at these sizes agrees with the launches at them."""
     trace = Trace.of(workload, TARGET, sizes, values)
-    assert holds(trace, values), "the guards do not hold where they were noted"
+    assert holds(trace, values), "the guards do not hold where they were recorded"
     concrete = with_sizes(workload, values)
     plain = Trace.of(Workload(**{**vars(concrete), "rows": values.get("rows", workload.rows)}), TARGET, [])
     assert trace.failure is None
@@ -81,7 +83,7 @@ def workloads_of(op: str) -> list[Workload]:
 @pytest.mark.parametrize(
     "op", [pytest.param(op, marks=[] if op in BY_DAY else pytest.mark.slow) for op in catalogue]
 )
-def test_symbols_and_numbers_launch_the_same(op: str) -> None:
+def test_symbols_and_integers_launch_the_same(op: str) -> None:
     draw = random.Random(op)
     for workload in workloads_of(op)[: 1 if op in BY_DAY else None]:
         sizes = variable(workload, TARGET)
@@ -91,7 +93,7 @@ def test_symbols_and_numbers_launch_the_same(op: str) -> None:
 
 
 def test_a_trace_stands_for_its_region() -> None:
-    """Elsewhere in the region, the expressions of one trace are what is launched."""
+    """Elsewhere in the region, the expressions of one trace describe the launches."""
     workload = named("norm:odd/200:llama:8192")
     sizes = variable(workload, TARGET)
     assert [size.name for size in sizes] == ["rows", "cols"]
@@ -112,7 +114,7 @@ def test_a_trace_stands_for_its_region() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", catalogue)
 def test_traces_stand_for_their_regions(op: str) -> None:
-    """The same for every op: sizes near those of a trace, wherever its guards hold, launch what its expressions say."""
+    """Every op: sizes near a trace's that satisfy its guards launch what its expressions say."""
     draw = random.Random(op)
     for workload in workloads_of(op):
         sizes = variable(workload, TARGET)
@@ -128,8 +130,8 @@ def test_traces_stand_for_their_regions(op: str) -> None:
                 ]
 
 
-def test_what_is_told_apart() -> None:
-    """A branch of host code is a guard: at other sizes another variant is launched."""
+def test_branches_of_host_code_are_guards() -> None:
+    """Sizes that violate a guard launch another variant."""
     workload = named("norm:odd/200:llama:8192")
     sizes = variable(workload, TARGET)
     short, long = (Trace.of(workload, TARGET, sizes, {"rows": 300, "cols": cols}) for cols in (200, 40001))
@@ -150,20 +152,20 @@ def test_sizes_that_decide_the_code_are_fixed() -> None:
 
 
 def test_tables_of_angles_have_the_right_size() -> None:
-    """In place of the numbers there is what host code makes without them."""
+    """The patched table has the metadata of the real one."""
     device = torch.device("cpu")
     for dim in (2, 64, 126):
         table = turns(10000.0, dim, "", device)
         with without_numbers():
-            made = heads.turns(10000.0, dim, "", device)
-        assert (made.shape, made.dtype, made.stride()) == (table.shape, table.dtype, table.stride())
+            patched = heads.turns(10000.0, dim, "", device)
+        assert (patched.shape, patched.dtype, patched.stride()) == (table.shape, table.dtype, table.stride())
     assert heads.turns is turns
 
 
-def test_what_is_allocated_and_not_filled() -> None:
-    """All of a tensor of `torch.empty` and its like, that nothing else writes to."""
-    given = torch.empty(6, device="meta")
-    with _Allocations() as made:
+def test_uninitialized_allocations_are_recorded() -> None:
+    """Pointers to a complete tensor of `torch.empty` or its like that nothing else writes are recorded."""
+    source = torch.empty(6, device="meta")
+    with _Allocations() as allocations:
         empty = torch.empty(4, 6, device="meta")
         like = torch.empty_like(empty)
         new = empty.new_empty((5,))
@@ -172,9 +174,9 @@ def test_what_is_allocated_and_not_filled() -> None:
         filled = torch.empty(7, device="meta")
         filled[3:].zero_()
         target = torch.empty(6, device="meta")
-        torch.add(given, 1, out=target)
+        torch.add(source, 1, out=target)
         halves = torch.empty(2, 9, device="meta")
-        others = {"zeros": torch.zeros(6, device="meta"), "sum": given + 1, "given": given}
+        others = {"zeros": torch.zeros(6, device="meta"), "sum": source + 1, "given": source}
     tensors = {
         "empty": empty,
         "like": like.view(24),
@@ -188,11 +190,11 @@ def test_what_is_allocated_and_not_filled() -> None:
         **others,
     }
     pointers = {name: _pointer(tensor) for name, tensor in tensors.items()}
-    assert made.whole(pointers) == {"empty", "like", "new", "strided"}
+    assert allocations.uninitialized(pointers) == {"empty", "like", "new", "strided"}
 
 
-def test_a_refusal_is_no_failure() -> None:
-    """An op's own words, and something that went wrong."""
+def test_refusals_and_failures_are_distinguished() -> None:
+    """The op's own error is a refusal; any other error is a failure."""
     refused = replace(named("glu:odd/33:swiglu:8192"), settings=(("act", "nothing"),))
     trace = Trace.of(refused, TARGET, [Size("cols", 33)])
     assert trace.refused is not None
@@ -203,7 +205,7 @@ def test_a_refusal_is_no_failure() -> None:
     assert trace.failure is not None
 
 
-def test_nothing_is_left_behind() -> None:
+def test_patches_are_undone() -> None:
     """Symbols are unhashable again, ops go through the dispatcher, and fake tensors have no addresses."""
     owners = [(torch.SymInt, "__hash__"), (torch.SymInt, "bit_length"), (torch.SymBool, "__eq__")]
     owners += [(Op, "dispatch"), (Op, "is_traced"), (Launch, "of"), (FakeTensor, "data_ptr")]

@@ -1,4 +1,4 @@
-"""Quantised results against the oracle, byte for byte, and the inputs that are hardest to quantise."""
+"""Byte-for-byte comparisons of quantized results with the oracle, and the inputs that are hardest to quantize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = Format.all()
 BACKENDS = ("auto", "reference")
 
 
-# The modules, whose names in `weft.ops` are those of functions.
+# Modules; `weft.ops` has functions of the same names.
 QUANTIZE, NORM = (
     importlib.import_module("weft.ops.quantize.launch"),
     importlib.import_module("weft.ops.norm.launch"),
@@ -49,7 +49,7 @@ def expected(x: torch.Tensor, f: Format, transpose: bool = False, **more: Any) -
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """Integers that are equal when the numbers are the same: all NaN of fp32 are one."""
+    """Return integers that are equal iff the values are, with all fp32 NaNs equal."""
     if t.dtype == torch.float32:
         return torch.where(t.isnan(), 0x7FC00000, t.contiguous().view(torch.int32))
     return t.contiguous().view(torch.uint8)
@@ -68,7 +68,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def assert_copy(copy: Any, f: Format, want: oracle.Quantized, shape: tuple[int, int], what: str) -> None:
-    """`copy` of a [rows, cols] tensor: dtypes, layout, pads, and every byte."""
+    """Compare dtypes, layout, padding and every byte of a copy of a [rows, cols] tensor with the oracle's."""
     rows, cols = shape
     assert copy is not None, what
     assert copy.data.dtype == f.number.dtype
@@ -84,7 +84,9 @@ def assert_copy(copy: Any, f: Format, want: oracle.Quantized, shape: tuple[int, 
         assert copy.scale.shape[1] == 1 or copy.scale.stride(1) == padded
         buffer = torch.tensor([], dtype=torch.float32).set_(copy.scale.untyped_storage())
         assert buffer.numel() == padded * copy.scale.shape[1]
-        assert (buffer.view(-1, padded)[:, rows:].contiguous().view(torch.int32) == 0).all(), f"{what}: pads"
+        assert (buffer.view(-1, padded)[:, rows:].contiguous().view(torch.int32) == 0).all(), (
+            f"{what}: padding"
+        )
     else:
         assert copy.scale.is_contiguous()
     if f.block in oracle.NVFP4:
@@ -105,7 +107,7 @@ def assert_quantized(
     columnwise: bool = False,
     **more: Any,
 ) -> None:
-    """Both copies of q, and no others, are the oracle's of x [M, K]."""
+    """Assert that q has exactly the requested copies of x [M, K], equal to the oracle's."""
     rows, cols = x.shape
     assert q.format == f
     assert (q.rowwise is not None) == rowwise
@@ -120,7 +122,7 @@ def assert_quantized(
 
 def check(x: torch.Tensor, f: Format, what: str = "", *, columnwise: bool, backend: str = "auto") -> None:
     before = x.clone()
-    with weft.backend("triton" if backend == "auto" else "reference"):  # "triton": no silent detour
+    with weft.backend("triton" if backend == "auto" else "reference"):  # "triton" forbids a silent fallback
         q = weft.quantize(x, f, columnwise=columnwise)
     assert torch.equal(bits(x), bits(before)) if x.dtype == torch.float32 else True
     assert q.shape == x.shape
@@ -134,8 +136,8 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype) -> dict[str, torch.Ten
 
 
 def near_ties(rows: int, cols: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """One amax for all, and x within an ulp of midpoint * amax / MAX: here x * (1 / d), x / d and x * (MAX / amax)
-    round to different codes, which ordinary data show in a few elements of ten thousand."""
+    """Return inputs within an ulp of midpoint * amax / MAX, with one amax for all. Here x * (1 / d), x / d and
+    x * (MAX / amax) round to different codes, which in ordinary data happens to a few elements in ten thousand."""
     generator = torch.Generator().manual_seed(6)
     results = {}
     for element in ("e4m3", "e5m2", "int8"):
@@ -160,19 +162,19 @@ def near_ties(rows: int, cols: int, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 @functools.cache
 def stacked(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """All adversarial inputs, one below the other."""
+    """Concatenate all adversarial inputs along the rows."""
     return torch.cat(list(adversarial(rows, cols, dtype).values()))
 
 
 @functools.cache
 def stripes(cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """One adversarial input to each stripe of 128 rows: every one alone in its groups along either dimension."""
+    """Return one adversarial input per stripe of 128 rows, so that no group mixes two of them."""
     parts = [part.t() for part in adversarial(cols, 128, dtype).values()]
     return torch.cat([*parts, parts[0][:5]]).contiguous()
 
 
 def inputs(f: Format, columnwise: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The adversarial inputs, in as few tensors as a format allows. All shapes make the same variant."""
+    """Return the adversarial inputs in as few tensors as the format allows; all shapes share one variant."""
     if f.block in ("tensor", *oracle.NVFP4):
         return adversarial(10, 90, dtype)
     if f.block == "row" and columnwise:
@@ -187,7 +189,7 @@ def ordinary(rows: int, cols: int) -> torch.Tensor:
 
 
 def decoded(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Tensor:
-    """q * d, rounded once to fp32; nvfp4's scales are multiplied first, which is one more rounding."""
+    """Return q * d rounded once to fp32; nvfp4 multiplies its two scales first, with one more rounding."""
     if f.block not in oracle.NVFP4:
         return oracle.dequantize(q, block=f.block, element=f.element or "", shape=shape).float()
     assert q.global_scale is not None
@@ -197,7 +199,7 @@ def decoded(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Ten
 
 
 def spread_scale(q: oracle.Quantized, f: Format, shape: tuple[int, int]) -> torch.Tensor:
-    """The scale of each element in float64, without nvfp4's of the tensor."""
+    """Return each element's scale in float64, without nvfp4's global scale."""
     if f.block == "mx":
         stored = oracle.e8m0_value(q.scale.numpy()).astype(np.float64)
     elif f.block in oracle.NVFP4:

@@ -1,6 +1,6 @@
-"""What each rank runs for `test_qtensor`: `python ranks_fsdp.py RANK WORLD DIRECTORY` saves its results there.
+"""Script that each rank of `test_qtensor` runs: `python ranks_fsdp.py RANK WORLD DIRECTORY` saves its results there.
 
-`run_alone` is what a test compares with.
+`run_alone` computes the expected results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REFUSED = {"a block on two ranks": Case("128x128", rows=192), "uneven": Case(row
 
 
 class Block(nn.Module):
-    """A quantised weight between two plain layers, used in both ways: dequantised by hand, and by torch."""
+    """Quantized weight between two plain layers, dequantized once explicitly and once by torch."""
 
     def __init__(self, case: Case, seed: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 def sharded(case: Case, mesh: Any, seed: int, moved: list[int]) -> nn.Module:
-    """The model under FSDP2, which appends to `moved` how many bytes an all-gather yields."""
+    """Build the model under FSDP2; each all-gather appends its number of bytes to `moved`."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
@@ -84,7 +84,7 @@ def sharded(case: Case, mesh: Any, seed: int, moved: list[int]) -> nn.Module:
             moved.append(output_tensor.nbytes)
             return super().__call__(output_tensor, *args, **kwargs)
 
-    model = made(case, seed)
+    model = build_model(case, seed)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=case.param_dtype)}
     options["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if case.offloaded else OffloadPolicy()
     for block in model:
@@ -92,12 +92,12 @@ def sharded(case: Case, mesh: Any, seed: int, moved: list[int]) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def made(case: Case, seed: int) -> nn.Sequential:
+def build_model(case: Case, seed: int) -> nn.Sequential:
     return nn.Sequential(Block(case, seed), Block(case, seed + 1))
 
 
 def batch(step: int) -> Tensor:
-    """[2, tokens, HIDDEN]: of each rank."""
+    """Return the inputs [2, tokens, HIDDEN] of both ranks."""
     return torch.randn(2, 8, HIDDEN, generator=torch.Generator().manual_seed(step))
 
 
@@ -106,40 +106,40 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def run_alone(case: Case) -> dict[str, Any]:
-    """Two steps in one process: results of both ranks, and gradients, averaged over ranks as FSDP does."""
-    model = made(case, 1)
+    """Run two steps in one process; return both ranks' results, and gradients averaged over ranks, as FSDP does."""
+    model = build_model(case, 1)
     weight = model[0].weight.detach().clone()
     model.to(case.param_dtype)
     trained = {f"d{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, Any] = {name: torch.zeros(p.shape) for name, p in trained.items()}
+    results: dict[str, Any] = {name: torch.zeros(p.shape) for name, p in trained.items()}
     for step in range(2):
         ys = [model(x.to(case.param_dtype)) for x in batch(step)]
-        found[f"y{step}"] = [y.detach() for y in ys]
+        results[f"y{step}"] = [y.detach() for y in ys]
         gradients = [torch.autograd.grad(loss_of(y), list(trained.values())) for y in ys]
         for name, first, second in zip(trained, *gradients, strict=True):
-            found[name] += (first + second) / 2
-    return found | {"weight": weight}
+            results[name] += (first + second) / 2
+    return results | {"weight": weight}
 
 
 def run(case: Case, mesh: Any) -> dict[str, Any]:
-    """The same two steps of this rank, and what became of the parameter."""
+    """Run this rank's two steps; return results, gradients, and the parameter sharded, gathered and reloaded."""
     moved: list[int] = []
     model = sharded(case, mesh, 1, moved)
-    found: dict[str, Any] = {"moved": moved}
+    results: dict[str, Any] = {"moved": moved}
     for step in range(2):
         y = model(batch(step)[mesh.get_local_rank()])
-        found[f"y{step}"] = y.detach()
+        results[f"y{step}"] = y.detach()
         loss_of(y).backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[f"d{name}"] = parameter.grad.full_tensor()
+            results[f"d{name}"] = parameter.grad.full_tensor()
     weight = model[0].weight
-    found |= {"shard": weight.to_local().detach().clone(), "full_tensor": weight.full_tensor().detach()}
+    results |= {"shard": weight.to_local().detach().clone(), "full_tensor": weight.full_tensor().detach()}
     other = sharded(case, mesh, 2, [])
     model.load_state_dict(other.state_dict())
     model[0].unshard()
-    found["loaded"] = model[0].weight.detach()
-    return found
+    results["loaded"] = model[0].weight.detach()
+    return results
 
 
 def refused(case: Case, mesh: Any) -> str:
@@ -156,9 +156,9 @@ def main(rank: int, world: int, directory: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
-    found: dict[str, Any] = {name: run(case, mesh) for name, case in CASES.items()}
-    found |= {name: refused(case, mesh) for name, case in REFUSED.items()}
-    torch.save(found, directory / f"{rank}.pt")
+    results: dict[str, Any] = {name: run(case, mesh) for name, case in CASES.items()}
+    results |= {name: refused(case, mesh) for name, case in REFUSED.items()}
+    torch.save(results, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,9 +1,8 @@
-"""Quantised bytes and scales are exactly those of the oracle: every format, every path, no tolerance.
+"""Quantized bytes and scales equal the oracle's exactly, in every format and on every path.
 
-A kernel variant takes about half a second to compile, so a format that is local (its blocks lie within a row, or
-within 128 rows) meets all of the adversarial inputs in one tensor, and everything of a format shares a shape as
-far as the variant depends on it. The exhaustive product of formats and kernels is marked slow; what always runs
-is `_always`.
+A kernel variant takes about half a second to compile, so local formats (whose blocks lie within a row or within 128
+rows) see all adversarial inputs in one tensor, and the tests of a format share shapes as far as the variant depends on
+them. The exhaustive product of formats and kernels is marked slow; `_always` selects the cases that always run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from weft.lab import oracle
 from weft.runtime import recording
 
 
-def test_inputs_are_what_they_are_for() -> None:
+def test_inputs_contain_the_hard_cases() -> None:
     x = stacked(4, 300, torch.float32)
     assert x.isnan().any()
     assert x.isinf().any()
@@ -53,9 +52,9 @@ def test_inputs_are_what_they_are_for() -> None:
 
 
 def _always(f: Format, columnwise: bool) -> bool:
-    """What runs without -m slow: mx and both kinds of nvfp4 by both kernels; 1x128 by one of them, in turn; of the
-    other blocks, whose scales the same functions make, each convention once, in turn with either kind of scale, with
-    each element and by either kernel."""
+    """Return whether a case runs without -m slow: mx and both kinds of nvfp4 on both kernels; 1x128 on one of them,
+    alternating; each convention once for the other blocks, which share scale functions, alternating kind of scale,
+    element and kernel."""
     turn = list(oracle.FLOOR).index(f.convention)
     if f.block in ("mx", *oracle.NVFP4):
         return True
@@ -95,16 +94,16 @@ def test_every_format_in_the_reference(f: Format) -> None:
         check(stacked(2, 150, torch.float32), f, columnwise=False, backend="reference")
 
 
-def test_what_always_runs_covers_each_choice() -> None:
+def test_cases_that_always_run_cover_each_choice() -> None:
     chosen = {parameters.values for parameters in ALL if not parameters.marks}
     for block in ("tensor", "row", "1x128", "128x128"):
         for columnwise in (False, True):
-            here = [f for f, c in chosen if f.block == block and c == columnwise]
-            assert {f.element for f in here} == {f.element for f in FORMATS if f.block == block}
-            assert {f.power_of_two for f in here} == {False, True}
+            formats = [f for f, c in chosen if f.block == block and c == columnwise]
+            assert {f.element for f in formats} == {f.element for f in FORMATS if f.block == block}
+            assert {f.power_of_two for f in formats} == {False, True}
         assert {f.convention for f, _ in chosen if f.block == block} == set(oracle.FLOOR)
-    whole = ("1x128", "mx", *oracle.NVFP4)
-    assert {f for f, _ in chosen if f.block in whole} == {f for f in FORMATS if f.block in whole}
+    exhaustive = ("1x128", "mx", *oracle.NVFP4)
+    assert {f for f, _ in chosen if f.block in exhaustive} == {f for f in FORMATS if f.block in exhaustive}
 
 
 BF16 = [
@@ -124,7 +123,7 @@ FP16 = ["e4m3:1x128:te", "e5m2:1x128:te:pow2", "int8:row:te", "e5m2:tensor:te", 
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_sixteen_bit_inputs(dtype: torch.dtype, spec: str) -> None:
-    """te's rule for MAX / amax = inf depends on the dtype; everything else must not."""
+    """Only te's rule for MAX / amax = inf depends on the dtype."""
     f = Format.of(spec)
     columnwise = f.block in ("128x128", "mx")
     for name, x in inputs(f, columnwise, dtype).items():
@@ -158,14 +157,14 @@ SHAPES = [(1, 1), (3, 15), (5, 129), (127, 16), (128, 128), (130, 1100)]
     ],
 )
 def test_shapes(spec: str) -> None:
-    """Tails in both dimensions, tiles that fit exactly, single rows and columns, several tiles to a row."""
+    """Tails in both dimensions, tiles that fit exactly, single rows and columns, and several tiles per row."""
     f = Format.of(spec)
     for rows, cols in SHAPES if f.block in ("1x128", "row") else SHAPES[:4]:
         x = torch.randn(rows, cols)
         if rows > 2:
             x[1] = 0
         for columnwise in (False, True):
-            # Of the blocks that take several passes, the tall tiles are enough.
+            # For blocks that take several passes the tall tiles are enough.
             if columnwise or f.block in ("1x128", "row", "mx"):
                 check(x, f, f"{rows}x{cols}", columnwise=columnwise)
         check(x, f, f"{rows}x{cols}", columnwise=True, backend="reference")
@@ -175,8 +174,8 @@ def test_shapes(spec: str) -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
 def test_rotated_copies(dtype: torch.dtype) -> None:
-    """Of inputs that are hard to quantise, and of rows that are no multiple of 16. The row-wise copy is not rotated,
-    and has its own scale of the whole tensor."""
+    """Rotated copies of hard inputs, with a number of rows that is not a multiple of 16. The row-wise copy is not
+    rotated and has its own global scale."""
     f = Format.of(ROTATED)
     for name, x in adversarial(37, 19, dtype).items():
         check(x, f, name, columnwise=True)
@@ -187,15 +186,15 @@ def test_rotated_copies(dtype: torch.dtype) -> None:
     assert amax == 1024
     assert (
         q.rowwise.global_scale == 4 * q.columnwise.global_scale
-    )  # the outlier became 16 numbers of a fourth
+    )  # the outlier became 16 elements of a quarter its size
 
 
-def test_rotated_copies_decode_to_the_numbers() -> None:
-    """Also if there is no other copy, and of the transpose; from a copy that is not rotated if there is one."""
+def test_rotated_copies_decode_to_the_original_values() -> None:
+    """An unrotated copy is preferred; a rotated copy alone decodes too, and so does the transpose."""
     x = torch.randn(37, 40)
     x[3] *= 30
     both = weft.quantize(x, ROTATED, columnwise=True)
-    rows, turned = weft.quantize(x, "nvfp4"), weft.quantize(x, ROTATED, rowwise=False, columnwise=True)
+    rows, rotated = weft.quantize(x, "nvfp4"), weft.quantize(x, ROTATED, rowwise=False, columnwise=True)
     assert torch.equal(both.dequantize(), rows.dequantize())
     assert torch.equal(both.T.dequantize(), rows.dequantize().T)
     assert both.T.format.hadamard == "rowwise"
@@ -207,38 +206,38 @@ def test_rotated_copies_decode_to_the_numbers() -> None:
     )
     wanted = (values.reshape(-1, 16) @ matrix * torch.from_numpy(oracle.SIGNS)).reshape(40, 48)[:, :37].T
     for got in (
-        turned.dequantize(),
-        turned.T.dequantize().T,
-        turned[:32].dequantize(),
-        turned[32:].dequantize(),
+        rotated.dequantize(),
+        rotated.T.dequantize().T,
+        rotated[:32].dequantize(),
+        rotated[32:].dequantize(),
     ):
         part = wanted[:32] if len(got) == 32 else wanted[32:] if len(got) == 5 else wanted
         assert torch.allclose(got.double(), part, rtol=1e-5, atol=1e-5)
-    assert (turned.dequantize() - x).norm() < 0.12 * x.norm()
+    assert (rotated.dequantize() - x).norm() < 0.12 * x.norm()
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Format("mx", hadamard="columnwise"), "copies in blocks 'nvfp4'"),
+        (lambda: Format("mx", hadamard="columnwise"), "only for block 'nvfp4'"),
         (lambda: Format("nvfp4", hadamard="both"), "must be one of rowwise, columnwise"),  # type: ignore[arg-type]
-        (lambda: Format.of("e4m3:1x128:te:hadamard-columnwise"), "copies in blocks 'nvfp4'"),
+        (lambda: Format.of("e4m3:1x128:te:hadamard-columnwise"), "only for block 'nvfp4'"),
         (lambda: Format.of("e2m1:nvfp4:te:hadamard"), "unknown format"),
         (
             lambda: weft.quantize(torch.ones(16, 16), Format("nvfp4", hadamard="rowwise")),
-            "is the transpose of",
+            "transpose the result",
         ),
         (lambda: weft.rms_norm(torch.ones(16, 16), quantize=ROTATED), r"weft\.quantize alone rotates"),
         (lambda: weft.glu(torch.ones(16, 16), quantize_grad=ROTATED), r"weft\.quantize alone rotates"),
     ],
     ids=["mx", "both", "spec", "no side", "row-wise", "a result", "a gradient"],
 )
-def test_rotations_that_are_refused(make: Callable[[], Any], words: str) -> None:
+def test_unsupported_rotations_raise(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_column_wise_alone() -> None:
+def test_column_wise_copy_alone() -> None:
     for spec in (
         "e4m3:1x128:te:pow2",
         "e2m1:nvfp4_16x16:te",
@@ -256,7 +255,7 @@ def test_column_wise_alone() -> None:
 
 @pytest.mark.parametrize("spec", ["e4m3:1x128:te:pow2", "int8:row:te", "e2m1:nvfp4:te", "e4m3:tensor:te"])
 def test_several_rows_to_a_program(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: on a CPU a program has one row, so that the mask over rows would never be compiled."""
+    """GPU programs take several rows. On a CPU they take one, and the mask over rows would never be compiled."""
     monkeypatch.setattr(QUANTIZE, "row_config", lambda kernel, cols, target: (8, 256, 4))
     f = Format.of(spec)
     for rows in (1, 13):
@@ -285,31 +284,31 @@ def test_a_wrong_byte_is_noticed() -> None:
     broken(lambda q: raise_by_one(q.columnwise.data.view(torch.uint8), 299, 4))
     broken(lambda q: raise_by_one(q.rowwise.scale.view(torch.int32), 4, 2))
     broken(lambda q: raise_by_one(q.columnwise.scale.view(torch.int32), 0, 0))
-    # A pad that is not zero.
+    # Nonzero padding.
     broken(lambda q: q.rowwise.scale.as_strided((8,), (1,)).__setitem__(7, 1.0))
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
 def test_a_wrong_convention_is_noticed(element: Any, power_of_two: bool) -> None:
-    """The inputs tell any two conventions apart, but those that are the same by their formulas."""
+    """The inputs distinguish any two conventions whose formulas differ."""
     x = stacked(4, 300, torch.float32)
     results = {
         c: expected(x, Format("1x128", element, c, power_of_two))
         for c in oracle.FLOOR  # type: ignore[arg-type]
     }
-    same = set()
+    indistinguishable = set()
     for a, b in itertools.combinations(results, 2):
         equal = torch.equal(results[a].data, results[b].data)
         if equal and torch.equal(bits(results[a].scale), bits(results[b].scale)):
-            same.add((a, b))
+            indistinguishable.add((a, b))
     floats = {
         ("deepgemm", "deepep"),
         ("sglang", "sglang_col_major"),
         ("sglang", "vllm"),
         ("sglang_col_major", "vllm"),
     }
-    assert same == (
+    assert indistinguishable == (
         set() if not power_of_two else floats if element != "int8" else {("sglang", "sglang_col_major")}
     )
 
@@ -329,21 +328,21 @@ def test_a_wrong_format_is_noticed() -> None:
 
 @functools.cache
 def encoder_samples() -> torch.Tensor:
-    """Every bf16 number (with every kind of NaN), and fp32 numbers around each number, midpoint and limit of every
+    """Return every bf16 value (including every NaN), and fp32 values around each value, midpoint and limit of every
     element type."""
     every_bf16 = (torch.arange(65536, dtype=torch.int64) << 16).to(torch.int32).view(torch.float32)
-    centres = [np.array([2.0**-149, 2.0**-126, 448, 464, 480, 57344, 61440, 65536, 127, 127.5, 6, 3.4e38])]
+    centers = [np.array([2.0**-149, 2.0**-126, 448, 464, 480, 57344, 61440, 65536, 127, 127.5, 6, 3.4e38])]
     for values in oracle.VALUES.values():
-        centres += [values, (values[:-1] + values[1:]) / 2]
-    centre = torch.from_numpy(np.concatenate(centres).astype(np.float32)).view(torch.int32)
+        centers += [values, (values[:-1] + values[1:]) / 2]
+    center = torch.from_numpy(np.concatenate(centers).astype(np.float32)).view(torch.int32)
     around = torch.cat([torch.arange(-40, 41), torch.tensor([-(2**16), -(2**12), -300, 300, 2**12, 2**16])])
-    near = (centre[:, None] + around[None, :].int()).clamp(min=0).flatten().view(torch.float32)
+    near = (center[:, None] + around[None, :].int()).clamp(min=0).flatten().view(torch.float32)
     patterns = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(3))
     return torch.cat([every_bf16, near, -near, patterns.to(torch.int32).view(torch.float32)])
 
 
 def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
-    with np.errstate(invalid="ignore"):  # the signalling NaN among them
+    with np.errstate(invalid="ignore"):  # samples include signaling NaNs
         return torch.from_numpy(oracle.encode(x.numpy(), element))
 
 
@@ -354,14 +353,14 @@ def in_rows(values: torch.Tensor, cols: int) -> torch.Tensor:
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["integers", "conversion", "clamped"])
 def test_each_encoder(element: str, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a given scale of 1 a code is that of x itself. sm_80, sm_89 and gfx942 encode by integers, gfx950 by a
-    clamp and a conversion, other targets by their conversion; Loom runs all three."""
+    """A scale of 1 encodes x itself. sm_80, sm_89 and gfx942 encode with integer arithmetic, gfx950 with a clamp and a
+    conversion, other targets with a conversion; Loom runs all three."""
     monkeypatch.setattr(QUANTIZE, "cast_mode", lambda capabilities: mode)
     f = Format.of(f"{element}:tensor:te")
     x = in_rows(encoder_samples(), 1000)
     q = weft.quantize(x, f, scale=torch.tensor(1.0))
     want = encoded(x, element)
-    assert len(want.unique()) == 2 * len(oracle.VALUES[element]) + 1  # every code, and one for NaN
+    assert len(want.unique()) == 2 * len(oracle.VALUES[element]) + 1  # every code, plus NaN
     assert_same(q.rowwise.data.view(torch.uint8), want, f"{element} mode {mode}")
     f = Format.of(f"{element}:1x128:te:pow2")
     check(stacked(4, 300, torch.float32), f, f"mode {mode}", columnwise=False)
@@ -370,14 +369,14 @@ def test_each_encoder(element: str, mode: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_encoders_differ_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing an encoder compiles another kernel: otherwise the test above would show the same thing thrice."""
-    found = set()
+    """Each encoder compiles a different kernel; otherwise the test above would run the same one three times."""
+    compiled = set()
     for mode in (0, 1, 2):
         monkeypatch.setattr(QUANTIZE, "cast_mode", lambda capabilities, mode=mode: mode)
         with recording("sm_90") as variants:
             weft.quantize(torch.empty(3, 300, device="meta"), "e4m3:1x128:te:pow2")
-        found.update(variants)
-    assert len(found) == 3
+        compiled.update(variants)
+    assert len(compiled) == 3
 
 
 def test_integer_and_e2m1_encoders() -> None:
@@ -417,7 +416,7 @@ def test_each_encoder_on_sixteen_million_numbers(element: str, monkeypatch: pyte
 
 
 def boundary_rows(limit: float, dtype: torch.dtype) -> torch.Tensor:
-    """[N, 128]: amax = limit * 2^k + n ulps of the dtype, k = -90 .. 89, n = -6 .. 6."""
+    """Return rows [N, 128] with amax = limit * 2^k + n ulps of the dtype, k = -90 .. 89, n = -6 .. 6."""
     exponents = torch.arange(-90, 90, dtype=torch.float64)
     peak = (limit * torch.exp2(exponents)).to(dtype)
     integer = torch.int32 if dtype == torch.float32 else torch.int16
@@ -435,7 +434,7 @@ def boundary_rows(limit: float, dtype: torch.dtype) -> torch.Tensor:
     ["e4m3:1x128:te:pow2", "e5m2:1x128:deepgemm:pow2", "int8:1x128:vllm:pow2", "e4m3:mx:te", "e2m1:mx:te"],
 )
 def test_powers_of_two_next_to_a_boundary(spec: str, dtype: torch.dtype) -> None:
-    """A power of two from a logarithm is one step too small here in a third of the cases."""
+    """A power of two computed by a logarithm would be one step too small in a third of these cases."""
     f = Format.of(spec)
     x = torch.nn.functional.pad(boundary_rows(oracle.MAX[f.element or ""], dtype), (0, 172))  # K = 300
     check(x, f, columnwise=False)
@@ -443,8 +442,8 @@ def test_powers_of_two_next_to_a_boundary(spec: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("convention", ["te", "torchao"])
 def test_nvfp4_scales_next_to_a_boundary(convention: Any) -> None:
-    """Blocks whose scale is within two ulps of the middle between two e4m3 numbers: another order of the same
-    multiplications rounds to the other one. Ordinary data show it in one block of a million."""
+    """Another order of the same multiplications rounds the other way in blocks whose scale is within two ulps of the
+    midpoint between two e4m3 values. In ordinary data that happens to one block in a million."""
     f = Format("nvfp4", convention=convention)
     values = torch.from_numpy(oracle.VALUES["e4m3"])
     middles = ((values[:-1] + values[1:]) / 2)[-110:]
@@ -474,8 +473,8 @@ def test_power_of_two_conventions_agree_on_ordinary_data(rows: int, cols: int) -
         assert_quantized(weft.quantize(x, "e4m3:1x128:te:pow2"), x, Format("1x128"))
 
 
-# What blocks with nothing, with little, with an infinity and with a NaN become: d, and the values of elements 0
-# and 1. As published; where only codes are, d is None.
+# Published results for blocks of zeros, of tiny values (twice), with an infinity and with a NaN: d, and the values of
+# elements 0 and 1. d is None where only codes are published.
 EDGES: dict[str, list[tuple[float | None, float, float]]] = {
     "deepgemm": [(2.232e-7, 0, 0), (2.232e-7, 4.5, 4.5), (None, 0, 0), (INF, NAN, 0), (NAN, NAN, NAN)],
     "deepgemm:pow2": [
@@ -515,8 +514,8 @@ def test_edge_blocks(convention: str, backend: str) -> None:
 
 
 def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
-    """The table of `weft.quant.formats`: what the special number, the ones of its block, and the ones of other blocks
-    dequantise to."""
+    """Return the dequantized values of the special element, of ones in its block, and of ones in other blocks, by the
+    table of `weft.quant.formats`."""
     te, torchao = f.convention == "te", f.convention == "torchao"
     largest = math.copysign(f.number.max, special)
     if f.block in oracle.NVFP4:
@@ -535,8 +534,8 @@ def with_one_special(f: Format, special: float) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_one_special_number(format: Format) -> None:
-    """As documented, in each format there is. The kernels' bytes are the reference's, special numbers included."""
+def test_one_special_value(format: Format) -> None:
+    """Every format handles special values as documented. Other tests compare kernels with the reference on them."""
     near = (4, 6) if format.block in ("tensor", "128x128", "nvfp4_16x16") else (3, 6)
     far = near if format.block == "tensor" else (131, 150)
     for special in (INF, -INF, NAN):
@@ -545,20 +544,20 @@ def test_one_special_number(format: Format) -> None:
         with weft.backend("reference"):
             q, amax = weft.quantize(x, format, return_amax=True)
             values = q.dequantize()
-            seen = weft.any_nonfinite([values])
+            detected = weft.any_nonfinite([values])
             assert weft.any_nonfinite([x])
-        own, block, elsewhere = with_one_special(format, special)
-        want = torch.tensor([own, block, block if format.block == "tensor" else elsewhere])
+        special_value, block, elsewhere = with_one_special(format, special)
+        want = torch.tensor([special_value, block, block if format.block == "tensor" else elsewhere])
         got = torch.stack([values[3, 5], values[near], values[far]])
-        # A one is rounded to 127 steps in int8, to 1 + 2^-5 in nvfp4.
+        # Rounding changes a one to 127 steps in int8, and to 1 + 2^-5 in nvfp4.
         assert torch.allclose(got, want, rtol=2**-4, atol=0.0, equal_nan=True), (special, got)
         assert not amax.isfinite()
-        assert bool(seen) == (not want.isfinite().all())
+        assert bool(detected) == (not want.isfinite().all())
 
 
 @pytest.mark.parametrize("block", ["tensor", "row", "1x128", "128x128"])
-def test_an_infinity_leaves_no_trace(block: str) -> None:
-    """By the usual convention, from the kernels: the largest code, and a scale of 1."""
+def test_an_infinity_saturates_silently(block: str) -> None:
+    """Kernels turn it into the largest code with a scale of 1, in the default convention."""
     x = torch.randn(64, 256).bfloat16()
     x[3, 5] = INF
     q = weft.quantize(x, block)

@@ -1,4 +1,4 @@
-"""What codes decode to, in every format and dtype."""
+"""Decoded values of codes in every format and dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_dequantize(spec: str, backend: str) -> None:
     f = Format.of(spec)
     columnwise = f.block in ("128x128", "1x128", *oracle.NVFP4)
     if f.block in ("tensor", *oracle.NVFP4):
-        found = [
+        samples = [
             adversarial(10, 150, torch.float32)[name]
             for name in ("normal", "range", "one_nan", "denormals", "huge")
         ]
     else:
-        # 191 rows, so that those of column-wise codes are padded; more columns than a tile has.
-        found = [stacked(4, 300, torch.float32)[1:], torch.randn(3, 1100)]
-    for x in found:
+        # 191 rows, so that rows of column-wise codes are padded, and more columns than a tile has.
+        samples = [stacked(4, 300, torch.float32)[1:], torch.randn(3, 1100)]
+    for x in samples:
         rows, cols = x.shape
         q = weft.quantize(x, f)
         with weft.backend(backend):  # type: ignore[arg-type]

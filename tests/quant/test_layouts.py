@@ -1,4 +1,4 @@
-"""Layouts: buffers have the shape, strides, dtype and pads that a consumer documents, and come back whole."""
+"""Layouts: buffers have the shape, strides, dtype and padding that a consumer documents, and round-trip exactly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from weft.quant.layouts import (
     unswizzle_32_4_4,
 )
 
-# rows: 0, 1, not a multiple of 4, of 4 but not of 128, of 128; columns: not a multiple of 16, of 32, of 128,
-# and with and without a multiple of 4 groups of 16, 32 and 128.
+# Rows: 0, 1, not a multiple of 4, a multiple of 4 but not of 128, a multiple of 128. Columns: not a multiple of 16, 32
+# or 128, and with and without a multiple of 4 groups of 16, 32 and 128.
 SHAPES = [(0, 256), (1, 128), (1, 640), (5, 129), (130, 272), (132, 512), (256, 1024), (131, 47), (6, 1)]
 FORMATS = [
     "e4m3:tensor:te",
@@ -62,7 +62,7 @@ def rup(a: int, b: int) -> int:
 
 
 def mn_major(scale: torch.Tensor) -> torch.Tensor:
-    """The storage of 1x128 scales: [cdiv(K, 128), rup(M, 4)] row-major, zero pads."""
+    """Return scales in the storage of 1x128 scales: [cdiv(K, 128), rup(M, 4)] row-major, padded with zeros."""
     rows, cols = scale.shape
     buffer = torch.zeros(cols, rup(rows, 4))
     buffer[:, :rows] = scale.t()
@@ -70,7 +70,7 @@ def mn_major(scale: torch.Tensor) -> torch.Tensor:
 
 
 def make(spec: str | Format, rows: int, cols: int, seed: int = 0) -> Codes:
-    """Random bytes, in data and in scales; the scales are arbitrary unless the format says powers of two."""
+    """Return codes with random bytes in data and scales; scales are arbitrary unless the format needs powers of two."""
     format = Format.of(spec)
     g = torch.Generator().manual_seed(seed)
 
@@ -117,7 +117,7 @@ def assert_same_copy(got: Codes, want: Codes) -> None:
 
 
 def values(copy: Codes, spec: str | Format, cols: int) -> torch.Tensor:
-    """Decoded to fp32."""
+    """Decode a copy to fp32."""
     format = Format.of(spec)
     q = copy.data.float()
     scale = copy.scale.float()
@@ -146,8 +146,8 @@ def test_round_trip_of_te_column_copies(spec: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_round_trip_when_the_scales_come_row_major(seed: int) -> None:
-    """Somebody else's 1x128 scales need not be stored as ours are."""
+def test_round_trip_of_row_major_scales(seed: int) -> None:
+    """Foreign 1x128 scales may have other strides than ours."""
     ours = make("e4m3:1x128:deepgemm", 7, 300, seed)
     theirs = ours._replace(scale=ours.scale.contiguous())
     for name in ("torch_v1", "torch_v2", "deepgemm_sm90", "te", "deepep"):
@@ -161,7 +161,7 @@ def test_round_trip_when_the_scales_come_row_major(seed: int) -> None:
 
 
 def expected(name: str, format: Format, operand: str, rows: int, cols: int) -> Any:
-    """(shape, strides, dtype) of the scale, written down from the consumers' documentation."""
+    """Return (shape, strides, dtype) of the scale, from the consumers' documentation."""
     k, r = cdiv(cols, format.group or max(cols, 1)), cdiv(rows, 128)
     block = format.stored.block
     f32, e8m0, e4m3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
@@ -212,12 +212,12 @@ def test_scale_shape_strides_and_dtype(name: str, spec: str, operand: Any) -> No
         assert tuple(buffers.data.shape) == (data[::-1] if is_b else data)
         assert buffers.data.data_ptr() == copy.data.data_ptr()
         fp4 = dict.fromkeys(("torch_v1", "torch_v2"), torch.float4_e2m1fn_x2) | {"deepgemm_sm100": torch.int8}
-        own = fp4.get(name, torch.uint8) if format.element == "e2m1" else format.number.dtype
-        assert buffers.data.dtype == (torch.uint8 if name == "te" else own)
+        dtype_of_data = fp4.get(name, torch.uint8) if format.element == "e2m1" else format.number.dtype
+        assert buffers.data.dtype == (torch.uint8 if name == "te" else dtype_of_data)
 
 
-def test_values_and_pads_of_each_fp32_layout() -> None:
-    """Entry by entry, with pads; 1x128 and 128x128 scales are told apart by their values."""
+def test_values_and_padding_of_each_fp32_layout() -> None:
+    """Scales match element by element, including padding; their values distinguish 1x128 from 128x128."""
     rows, cols = 6, 5 * 128 - 3
     copy = make("e4m3:1x128:deepgemm", rows, cols)
     te = to_layout(copy, "te").scale
@@ -251,8 +251,8 @@ def test_te_pads_block_scales_with_zeros(spec: str, group: int) -> None:
     assert not scale[:, 6:].any()
 
 
-def test_te_column_copies() -> None:
-    """Of an [M, K] tensor; only MXFP8 keeps the data untransposed."""
+def test_column_wise_copies_for_te() -> None:
+    """Column-wise copies of an [M, K] tensor are transposed, except for MXFP8."""
     m, k = 160, 384
     mx = make("e4m3:mx:te", k, m)
     buffers = to_layout(mx, "te", columnwise=True)
@@ -297,7 +297,7 @@ def test_1x128_scales_are_shared(rows: int, cols: int) -> None:
             assert (scale.data_ptr() == here) == (rows % 4 == 0 or cols == 128)
 
 
-def test_other_scales_are_shared_where_no_pad_is_missing() -> None:
+def test_other_scales_are_shared_if_they_need_no_padding() -> None:
     def shared(spec: str, rows: int, cols: int, name: str, operand: Any = "b") -> bool:
         copy = make(spec, rows, cols)
         return to_layout(copy, name, operand=operand).scale.data_ptr() == copy.scale.data_ptr()
@@ -316,7 +316,7 @@ def test_other_scales_are_shared_where_no_pad_is_missing() -> None:
 
 
 def test_a_buffer_is_not_extended_beyond_its_storage() -> None:
-    """The strides of a padded buffer do not prove that it has its last pad."""
+    """Strides alone do not prove that the last padding is allocated."""
     copy = make(BLOCKWISE, 5, 256)
     bare = torch.empty_strided((5, 2), (1, 8))
     bare.copy_(copy.scale)
@@ -360,7 +360,7 @@ def test_unswizzle_takes_any_shape_of_the_right_size() -> None:
 
 
 def bytes_of(packed: torch.Tensor) -> list[list[int]]:
-    """The bytes of packed words, row by row."""
+    """Return the bytes of packed words, row by row."""
     return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
 
 
@@ -368,7 +368,7 @@ def words(scale: torch.Tensor) -> list[list[int]]:
     return bytes_of(pack_ue8m0(scale))
 
 
-def test_a_mantissa_does_not_leak_into_a_neighbour() -> None:
+def test_a_mantissa_does_not_leak_into_a_neighbor() -> None:
     assert words(torch.tensor([[1.0, 1.5, 1.0, 1.0]])) == [[127, 255, 127, 127]]
     assert words(torch.tensor([[1.5, 1.0, 2.0, 1.1]])) == [[255, 127, 128, 255]]
     assert words(torch.full((1, 4), 1.1)) == [[255] * 4]
@@ -407,15 +407,15 @@ def test_random_bits_pack_to_their_own_byte() -> None:
     raw = torch.randint(-(2**31), 2**31 - 1, (64, 7), generator=g, dtype=torch.int64)
     raw[::2] &= 0x7F800000
     got = words(raw.to(torch.int32).view(torch.float32))
-    for row, found in zip(raw.tolist(), got, strict=True):
-        for value, code in zip(row, found, strict=False):
+    for row, packed_codes in zip(raw.tolist(), got, strict=True):
+        for value, code in zip(row, packed_codes, strict=False):
             u = value & 0xFFFFFFFF
             exact = u >> 31 == 0 and u & 0x7FFFFF == 0
             assert code == (u >> 23 if exact else 255)
-        assert found[7:] == [127]
+        assert packed_codes[7:] == [127]
 
 
-def test_unrepresentable_scales_are_refused_when_asked() -> None:
+def test_check_raises_for_unrepresentable_scales() -> None:
     tiny = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, 0.0])
     assert words(tiny[None]) == [[0, 1, 127, 254, 0, 127, 127, 127]]
     pack_ue8m0(tiny[None], check=True)
@@ -435,14 +435,14 @@ def test_packed_words_are_mn_major_and_padded_with_one(rows: int, groups: int) -
     ld, n = rup(rows, 4), cdiv(groups, 4)
     assert packed.shape == (rows, n)
     assert packed.stride() == (1, ld)
-    whole = packed.as_strided((n, ld), (ld, 1)).contiguous().view(torch.uint8).reshape(n, ld, 4)
+    buffer = packed.as_strided((n, ld), (ld, 1)).contiguous().view(torch.uint8).reshape(n, ld, 4)
     want = torch.full((ld, n * 4), 127, dtype=torch.uint8)
     want[:rows, :groups] = codes
-    assert torch.equal(whole.permute(1, 0, 2).reshape(ld, n * 4), want)
+    assert torch.equal(buffer.permute(1, 0, 2).reshape(ld, n * 4), want)
 
 
 def test_deepgemm_packing_of_each_granularity() -> None:
-    """Against the shifts of DeepGEMM's kernel, which is right for powers of two."""
+    """Packing matches the shifts of DeepGEMM's kernel, which are right for powers of two."""
 
     def reference(bits_of: torch.Tensor) -> torch.Tensor:
         v = F.pad(bits_of.to(torch.int64), (0, -bits_of.shape[1] % 4), value=127 << 23)
@@ -464,12 +464,12 @@ def test_deepgemm_packing_of_each_granularity() -> None:
     assert torch.equal(got, reference(testing.words(copy.scale).to(torch.int64) << 23))
 
 
-# NVFP4's scale of the tensor
+# NVFP4's global scale
 
 
 @pytest.mark.parametrize("convention", ["te", "torchao"])
-def test_te_amax(convention: Any) -> None:
-    """TE keeps the amax, a copy a scale made of it: the amax of a bf16 tensor comes back exactly."""
+def test_amax_of_te_round_trips(convention: Any) -> None:
+    """TE stores the amax and we store the scale computed from it; a bf16 tensor's amax is recovered exactly."""
     format = Format("nvfp4", convention=convention)
     g = torch.Generator().manual_seed(5)
     wide = torch.exp(torch.randn(60, generator=g) * 8)
@@ -489,22 +489,22 @@ def test_te_amax(convention: Any) -> None:
         assert from_layout(buffers, format, "te", (2, 16)).global_scale == 1
 
 
-def test_nvfp4_global_scale_goes_with_the_others() -> None:
+def test_nvfp4_global_scale_is_kept() -> None:
     copy = make("e2m1:nvfp4:te", 4, 64)
     for name in ("torch_v1", "torch_v2", "mx_swizzled"):
         assert to_layout(copy, name).global_scale is copy.global_scale
-    with pytest.raises(ValueError, match="global_scale belongs to nvfp4"):
+    with pytest.raises(ValueError, match="nvfp4 codes need a global_scale"):
         to_layout(copy._replace(global_scale=None), "torch_v2")
     with pytest.raises(ValueError, match=r"buffers\.amax"):
         from_layout(ForeignCodes(*to_layout(copy, "te")[:2]), "e2m1:nvfp4:te", "te", (4, 64))
 
 
-# torch takes them
+# Products of torch
 
 
 @pytest.mark.parametrize("spec", ["e4m3:tensor:te", "e4m3:row:torchao"])
 @pytest.mark.parametrize("a_element", ["e4m3", "e5m2"])
-def test_torch_multiplies_them_on_the_cpu(spec: str, a_element: Any) -> None:
+def test_torch_multiplies_layouts_on_the_cpu(spec: str, a_element: Any) -> None:
     m, n, k = 5, 16, 48
     b_format = Format.of(spec)
     a_format = replace(b_format, element=a_element)
@@ -540,7 +540,7 @@ def test_torch_multiplies_them_on_the_cpu(spec: str, a_element: Any) -> None:
     ],
 )
 def test_torch_accepts_the_shapes_of_block_scales(a_spec: str, b_spec: str) -> None:
-    """torch multiplies these on a GPU only, but its meta functions check shapes, dtypes and most strides."""
+    """torch multiplies these only on a GPU, but its meta functions check shapes, dtypes and most strides."""
     m, n, k = 256, 128, 640
     recipes = {"1x128": "BlockWise1x128", "128x128": "BlockWise128x128", "mx": "BlockWise1x32"}
     sides = []
@@ -580,13 +580,13 @@ def test_torch_accepts_the_shapes_of_block_scales(a_spec: str, b_spec: str) -> N
 
 
 def meta(copy: Codes) -> Codes:
-    def of(x: torch.Tensor) -> torch.Tensor:
-        """The same view of a storage on the meta device."""
+    def to_meta(x: torch.Tensor) -> torch.Tensor:
+        """Return an equal view of a storage on the meta device."""
         size = x.untyped_storage().nbytes() // x.element_size()
-        whole = torch.empty(size, dtype=x.dtype, device="meta")
-        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+        storage = torch.empty(size, dtype=x.dtype, device="meta")
+        return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return copy.map(of)
+    return copy.map(to_meta)
 
 
 @pytest.mark.parametrize(("name", "spec", "operand"), PAIRS)
@@ -620,7 +620,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("name", "spec"), COMPILED)
-def test_compiles_without_a_break(name: str, spec: str) -> None:
+def test_compiles_without_a_graph_break(name: str, spec: str) -> None:
     torch._dynamo.reset()
     format, shape = Format.of(spec), (6, 640)
 
@@ -640,7 +640,7 @@ def test_compiles_without_a_break(name: str, spec: str) -> None:
     assert_same_copy(back, copy)
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,7 @@ def test_compiles_without_a_break(name: str, spec: str) -> None:
         ("te", "e4m3:1x128:te:pow2", "c", "operand must be"),
     ],
 )
-def test_refuses_what_a_consumer_does_not_take(name: str, spec: str, operand: Any, message: str) -> None:
+def test_unsupported_formats_raise(name: str, spec: str, operand: Any, message: str) -> None:
     copy = make(spec, 4, 128)
     with pytest.raises(ValueError, match=message):
         to_layout(copy, name, operand=operand)
@@ -675,7 +675,7 @@ def test_refuses_what_a_consumer_does_not_take(name: str, spec: str, operand: An
         from_layout(ForeignCodes(copy.data, copy.scale), spec, name, (4, 128), operand=operand)
 
 
-def test_refuses_a_copy_of_another_format() -> None:
+def test_mismatched_copies_raise() -> None:
     copy = make(BLOCKWISE, 8, 256)
     with pytest.raises(ValueError, match=r"must have shape \(8, 2\); got \(8, 1\)"):
         to_layout(copy._replace(scale=copy.scale[:, :1]), "te")

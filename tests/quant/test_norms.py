@@ -1,4 +1,4 @@
-"""Codes and scales that norms make, with scales that are given, and the amax that is returned: against the oracle."""
+"""Codes and scales of norms, caller-supplied scales and returned amaxes, against the oracle."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from weft import Format
 
 
 def exact_sums(rows: int, cols: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Rows 2^k * (c + v), c + v small integers of mean c within any even number of columns: sums and sums of squares
-    are exact, so that two kernels that add in different orders have the same mean and variance."""
+    """Return rows 2^k * (c + v), where c + v are small integers with mean c over any even number of columns. Sums and
+    sums of squares are exact, so kernels that add in different orders compute equal means and variances."""
     generator = torch.Generator().manual_seed(seed)
     v = torch.randint(1, 9, (rows, -(-cols // 2)), generator=generator).float()
     x = torch.stack([v, -v], -1).view(rows, -1)[:, :cols]
@@ -44,7 +44,7 @@ def norm_inputs(rows: int, cols: int, dtype: torch.dtype, specials: bool) -> dic
         torch.randint(-12, 13, (cols,), generator=generator).float()
     )
     weight[16:32] = 0
-    if specials:  # at the end, so that the first stripe has groups without
+    if specials:  # at the end, so that the first stripe has ordinary groups
         x[-1] = 0
         x[-2, min(3, cols - 1)] = INF
         x[-3, cols // 2] = NAN
@@ -58,7 +58,7 @@ def check_norm(
 ) -> None:  # fmt: skip
     arguments = {**norm_inputs(rows, cols, dtype, specials), **more}
     if residual:
-        # The same h, from two numbers that are not 0.
+        # x and the residual are nonzero and add to the same h.
         other = torch.where(arguments["x"].isfinite(), arguments["x"] * 3, 0)
         arguments |= {"x": arguments["x"] - other, "residual": other}
     plain = norm(**arguments, out_dtype=torch.float32)
@@ -100,7 +100,7 @@ NORMS = [
 
 @pytest.mark.parametrize(("spec", "norm", "columnwise", "residual", "dtype"), NORMS)
 def test_norms(spec: str, norm: str, columnwise: bool, residual: bool, dtype: torch.dtype) -> None:
-    """The codes are those of the fp32 y, which the same call without `quantize` returns."""
+    """Codes are computed from the fp32 y that the same call returns without `quantize`."""
     f = Format.of(spec)
     function = getattr(weft, norm)
     tail = 137 if columnwise or f.block == "128x128" else 9
@@ -115,15 +115,15 @@ def test_norms(spec: str, norm: str, columnwise: bool, residual: bool, dtype: to
 @pytest.mark.parametrize("spec", ["e4m3:1x128:te:pow2", "e4m3:row:te"])
 @pytest.mark.parametrize("cols", [1, 37, 1100])
 def test_norms_of_other_lengths(spec: str, cols: int) -> None:
-    """A single column, less than a group, and rows that are read in a loop."""
+    """Rows of a single column, shorter than a group, and long enough to be read in a loop."""
     check_norm(weft.rms_norm, Format.of(spec), 5, cols, columnwise=False, residual=cols == 1100)
     if cols != 37 and spec.startswith("e4m3:1x128"):
         check_norm(weft.rms_norm, Format.of(spec), 130, cols, columnwise=True)
 
 
 def test_norm_codes_are_those_of_the_fp32_result() -> None:
-    """Not of a y rounded to bf16 on the way; on ordinary data, where sums are not exact, and with everything that a
-    norm has."""
+    """y is not rounded to bf16 in between: tested on ordinary data, whose sums are not exact, with every option of a
+    norm."""
     f = Format.of("e4m3:1x128:te:pow2")
     x, weight, bias = ordinary(9, 300), torch.randn(300), torch.randn(300)
     modulation = torch.randn(9, 600)
@@ -218,16 +218,16 @@ def test_amax(spec: str) -> None:
 
 
 def test_delayed_scaling() -> None:
-    """Each step is quantised with the amax of the one before; what has grown saturates."""
+    """Each step is quantized with the previous step's amax; values that exceed it saturate."""
     f = Format.of("e4m3:tensor:te")
     amax = torch.tensor(1.0)
     saturated = 0
     for step in range(6):
         x = torch.randn(20, 150) * 3.0**step
         scale = (amax / 448).reshape(1)
-        q, seen = weft.quantize(x, f, scale=scale, return_amax=True)
+        q, current_amax = weft.quantize(x, f, scale=scale, return_amax=True)
         assert_quantized(q, x, f, scale=scale)
-        assert_same(seen.reshape(1), x.abs().amax().reshape(1), "amax")
+        assert_same(current_amax.reshape(1), x.abs().amax().reshape(1), "amax")
         saturated += int((q.rowwise.data.float().abs() == 448).sum())
-        amax = seen
+        amax = current_amax
     assert saturated > 0

@@ -32,7 +32,7 @@ FORMATS = [
 
 
 def fp32_samples() -> np.ndarray[Any, Any]:
-    """Every bf16 number, random fp32 bit patterns, and fp32 neighbourhoods of all midpoints; all finite."""
+    """Return finite samples: every bf16 value, random fp32 bit patterns, and fp32 values around all midpoints."""
     rng = np.random.default_rng(0)
     every_bf16 = (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(F32)
     patterns = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(F32)
@@ -47,7 +47,7 @@ def fp32_samples() -> np.ndarray[Any, Any]:
 
 
 def e8m0_exponent_by_rational(v: float) -> int:
-    """The smallest n with v <= 2^n, for v > 0."""
+    """Return the smallest n with v <= 2^n, for v > 0."""
     n = math.frexp(v)[1] - 3
     while Fraction(v) > Fraction(2) ** n:
         n += 1
@@ -55,7 +55,7 @@ def e8m0_exponent_by_rational(v: float) -> int:
 
 
 def rn32(value: Fraction) -> float:
-    """A positive rational number rounded once to fp32, by integers alone."""
+    """Round a nonnegative rational number once to fp32, using only integers."""
     if value == 0:
         return 0.0
     n = value.numerator.bit_length() - value.denominator.bit_length()
@@ -145,7 +145,7 @@ def test_encode_int8_agrees_with_rint() -> None:
 def test_e4m3_values(value: float, expected: float) -> None:
     code = oracle.encode(np.array([value, -value], dtype=F32), "e4m3")
     np.testing.assert_array_equal(oracle.decode(code, "e4m3"), [expected, -expected])
-    assert code[1] == code[0] + 0x80  # also of a zero: negative numbers that underflow keep their sign
+    assert code[1] == code[0] + 0x80  # negative values that underflow keep their sign
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_powers_agree_with_masks() -> None:
 
 
 def boundary_cases(limit: int) -> np.ndarray[Any, Any]:
-    """limit * 2^k and its neighbours: 6 fp32 numbers and 2 bf16 numbers on each side."""
-    centre = (limit * np.exp2(np.arange(-90.0, 90.0))).astype(F32)
-    bits = centre.view(np.uint32).astype(np.int64)[:, None]
+    """Return limit * 2^k and its neighbors: 6 fp32 values and 2 bf16 values on each side."""
+    center = (limit * np.exp2(np.arange(-90.0, 90.0))).astype(F32)
+    bits = center.view(np.uint32).astype(np.int64)[:, None]
     steps = np.array([*range(-6, 7), -2 << 16, -1 << 16, 1 << 16, 2 << 16])
     return (bits + steps).astype(np.uint32).view(F32).reshape(-1)
 
@@ -305,7 +305,7 @@ def test_power_of_two_from_the_exponent_is_exact(limit: int) -> None:
 
 
 # ----------------------------------------------------------------------------
-# The edge blocks: what is stored, and the values of elements 0 and 1
+# Edge blocks: the stored scale, and the values of elements 0 and 1
 # ----------------------------------------------------------------------------
 
 INPUTS = {
@@ -315,7 +315,7 @@ INPUTS = {
     "inf": (INF, 1.0),
     "nan": (NAN, 1.0),
 }
-# The published table, one line per convention. Where it gives no d, the formula's is added.
+# The published table, one entry per convention. Where it has no d, the formula's d is added.
 EDGES: dict[str, dict[str, tuple[float, float, float]]] = {
     "deepgemm": {
         "0": (2.232e-7, 0, 0),
@@ -359,7 +359,7 @@ EDGES: dict[str, dict[str, tuple[float, float, float]]] = {
         "inf": (INF, NAN, 0),
         "nan": (NAN, NAN, NAN),
     },
-    # Not in the table; from the formulas.
+    # Not in the published table; computed from the formulas.
     "sglang": {
         "0": (2.232e-13, 0, 0),
         "1e-6": (2.232e-9, 448, 448),
@@ -409,7 +409,7 @@ def test_edge_blocks(column: str, row: str, dtype: torch.dtype) -> None:
     convention, _, pow2 = column.partition(" ")
     q = run(x.to(dtype), block="1x128", element="e4m3", convention=convention, power_of_two=bool(pow2))
     d, q0, q1 = EDGES[column][row]
-    # The table prints four digits, of inputs that bf16 rounds by up to 2^-9. Powers of two are exact.
+    # The table has four digits, and bf16 rounds the inputs by up to 2^-9. Powers of two are exact.
     exact = bool(pow2) or not math.isfinite(d) or d == 1.0
     tolerance = 0.0 if exact else (3e-4 if dtype == torch.float32 else 5e-3)
     np.testing.assert_allclose(q.scale.numpy(), [[d]], rtol=tolerance)
@@ -426,7 +426,7 @@ def test_edge_blocks(column: str, row: str, dtype: torch.dtype) -> None:
         (torch.float32, torch.float16, 65504.0),
     ],
 )
-def test_te_overflow_takes_the_largest_number_of_the_input(
+def test_te_overflow_saturates_at_the_largest_value_of_the_input_dtype(
     dtype: torch.dtype, input_dtype: torch.dtype | None, largest: float
 ) -> None:
     x = torch.full((1, 128), 1e-39, dtype=dtype)
@@ -450,7 +450,7 @@ def test_te_overflow_takes_the_largest_number_of_the_input(
 
 
 def exact_scale(amax: float, limit: int, convention: str) -> tuple[float, float, str]:
-    """Stored d, operand and operator of an ordinary block, every operation rounded by integers."""
+    """Return stored d, operand and operator of an ordinary block, every operation rounded with integers."""
     a, m = Fraction(amax), Fraction(limit)
     one = Fraction(1)
     if convention in ("te", "torchao"):
@@ -523,15 +523,15 @@ def test_nvfp4_rounds_once_per_operation(convention: str) -> None:
 
 @pytest.mark.parametrize("convention", ["te", "torchao"])
 @pytest.mark.parametrize("tensor_amax", [0.3, 5.71875, 1.7e-5])
-def test_nvfp4_block_scales_at_the_ties(tensor_amax: float, convention: str) -> None:
-    # Here, and only here, another order of the same operations would make another code.
-    whole = F32(tensor_amax)
+def test_nvfp4_block_scales_at_ties(tensor_amax: float, convention: str) -> None:
+    # Only at ties does another order of the same operations give another code.
+    amax_of_tensor = F32(tensor_amax)
     values = oracle.VALUES["e4m3"]
-    middle = (((values[:-1] + values[1:]) / 2) * float(whole) / 448).astype(F32)[::2]
+    middle = (((values[:-1] + values[1:]) / 2) * float(amax_of_tensor) / 448).astype(F32)[::2]
     amax = (middle.view(np.int32)[:, None] + np.arange(-3, 4)).astype(np.int32).view(F32)
     with np.errstate(divide="ignore"):
-        code, g, operand = oracle.scaled_nvfp4(amax, whole, convention)
-    t = Fraction(float(whole))
+        code, g, operand = oracle.scaled_nvfp4(amax, amax_of_tensor, convention)
+    t = Fraction(float(amax_of_tensor))
     s = Fraction(rn32(2688 / t))
     s_sixth = Fraction(rn32(s * Fraction(rn32(Fraction(1, 6)))))
     exact_g = Fraction(rn32(1 / s if convention == "te" else t / 2688))
@@ -558,14 +558,14 @@ def test_nvfp4_edges() -> None:
         return run(x, block="nvfp4", element="e2m1", convention=convention, power_of_two=False, **more)
 
     zeros = torch.zeros(2, 32)
-    for convention, code in (("te", 0x00), ("torchao", 0x08)):  # 0x08 is 2^-6, the smallest normal number
+    for convention, code in (("te", 0x00), ("torchao", 0x08)):  # 0x08 is 2^-6, the smallest normal value
         q = nvfp4(zeros, convention)
         assert q.global_scale is not None
         assert q.global_scale.item() == 1.0
         assert (q.scale == code).all()
         assert (q.data == 0).all()
 
-    # A block too small for its e4m3 scale: te's scale is 0 and every number of the block becomes +-6.
+    # A block too small for its e4m3 scale: te's scale is 0 and every nonzero element becomes +-6.
     x = torch.ones(1, 32)
     x[0, 16:] = torch.tensor([1e-7, -1e-7, 0.0, -0.0] * 4)
     q = nvfp4(x, "te")
@@ -584,7 +584,7 @@ def test_nvfp4_edges() -> None:
     assert q.scale.tolist() == [[0x7E, oracle.encode(np.array([1 / 6]), "e4m3")[0]]]
     assert oracle.unpack(q.data.numpy(), 32)[0, [0, 1, 16]].tolist() == [7, 0, 7]
 
-    # A NaN goes everywhere the tensor amax goes; with a given amax it stays in its block.
+    # A NaN spreads through the tensor amax; with a caller-supplied amax it stays in its block.
     x[0, 0] = NAN
     q = nvfp4(x, "te")
     assert q.scale.tolist() == [[0x7F, 0x7F]]
@@ -627,7 +627,7 @@ def test_mx_scales(element: str, convention: str, fill: float, code: int) -> Non
 
 
 def test_int8_power_of_two_one_step_apart() -> None:
-    # amax * (1 / 127) loses the ulp that amax / 127 keeps; no other element type has such a number.
+    # amax * (1 / 127) loses the ulp that amax / 127 keeps; no other element type has such a limit.
     x = torch.zeros(1, 128)
     x[0, 0] = torch.nextafter(torch.tensor(127.0), torch.tensor(INF))
     for convention in CONVENTIONS:
@@ -671,7 +671,7 @@ def test_conventions_differ_about_as_published() -> None:
 
 
 # ----------------------------------------------------------------------------
-# Blocks, copies, given scales
+# Blocks, copies, caller-supplied scales
 # ----------------------------------------------------------------------------
 
 
@@ -697,7 +697,7 @@ def check_format(how: dict[str, Any]) -> None:
     x = torch.randn(37, 165, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
     q = run(x, **how)
     height, width = oracle.BLOCKS[how["block"]]
-    height = 1 if how["block"] == "nvfp4_16x16" else height  # which repeats the scale of a square
+    height = 1 if how["block"] == "nvfp4_16x16" else height  # each row stores its square's scale
     assert q.data.shape == (37, 83 if how["element"] in oracle.PACKED else 165)
     assert q.data.dtype == torch.uint8
     assert q.scale.shape == (math.ceil(37 / (height or 37)), math.ceil(165 / (width or 165)))
@@ -709,17 +709,17 @@ def check_format(how: dict[str, Any]) -> None:
     assert error < {"e4m3": 0.03, "e5m2": 0.06, "int8": 0.03, "e2m1": 0.13, "int4": 0.16}[how["element"]]
 
     column = run(x, transpose=True, **how)
-    again = run(x.t().contiguous(), **how)
-    assert torch.equal(column.data, again.data)
-    assert torch.equal(column.scale, again.scale)
+    transposed_input = run(x.t().contiguous(), **how)
+    assert torch.equal(column.data, transposed_input.data)
+    assert torch.equal(column.scale, transposed_input.scale)
     if how["block"] in ("tensor", "128x128"):
         assert torch.equal(column.data, q.data.t())
         assert torch.equal(column.scale, q.scale.t())
     if how["block"] in oracle.NVFP4:
         assert torch.equal(column.global_scale, q.global_scale)
     if how["block"] == "nvfp4_16x16":
-        turned = oracle.dequantize(column, block=how["block"], element=how["element"], shape=(165, 37))
-        assert torch.equal(turned.t(), y)
+        column_values = oracle.dequantize(column, block=how["block"], element=how["element"], shape=(165, 37))
+        assert torch.equal(column_values.t(), y)
         assert torch.equal(q.scale[:16], q.scale[:1].expand(16, -1))
         assert not torch.equal(q.scale[15], q.scale[16])
 
@@ -731,9 +731,9 @@ def test_every_format(block: str) -> None:
             check_format(how)
 
 
-def test_rotation_is_the_matrix_product() -> None:
-    """With the matrix written down: exactly where fp32 holds every sum, and to its rounding elsewhere. A rotation keeps
-    lengths."""
+def test_rotation_is_a_matrix_product() -> None:
+    """Rotation equals the explicit matrix product, exactly if fp32 holds every sum and up to rounding otherwise, and it
+    preserves norms."""
     matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
     assert np.array_equal(matrix @ matrix.T, np.eye(16))
     integers = torch.randint(-1000, 1000, (37, 5), generator=torch.Generator().manual_seed(3)).float()
@@ -749,7 +749,7 @@ def test_rotation_is_the_matrix_product() -> None:
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("block", ["tensor", "row"])
-def test_given_scale(block: str, convention: str) -> None:
+def test_scale_override(block: str, convention: str) -> None:
     x = torch.randn(5, 33, generator=torch.Generator().manual_seed(8)) * 30
     d = torch.tensor([[0.3]]) if block == "tensor" else torch.arange(1.0, 6.0)[:, None] / 7
     q = run(x, block=block, element="int8", convention=convention, power_of_two=False, scale=d)
@@ -759,15 +759,15 @@ def test_given_scale(block: str, convention: str) -> None:
     assert torch.equal(q.data.view(torch.int8), expected)
 
 
-def test_given_amax() -> None:
+def test_amax_override() -> None:
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(9))
     for block, element in (("tensor", "e4m3"), ("nvfp4", "e2m1")):
         how: dict[str, Any] = {"block": block, "element": element, "convention": "te", "power_of_two": False}
-        own, given = run(x, **how), run(x, amax=x.abs().max(), **how)
-        assert torch.equal(own.data, given.data)
-        assert torch.equal(own.scale, given.scale)
+        computed, overridden = run(x, **how), run(x, amax=x.abs().max(), **how)
+        assert torch.equal(computed.data, overridden.data)
+        assert torch.equal(computed.scale, overridden.scale)
         larger = run(x, amax=2 * x.abs().max(), **how)
-        assert not torch.equal(own.data if block == "tensor" else own.scale, larger.data)
+        assert not torch.equal(computed.data if block == "tensor" else computed.scale, larger.data)
     q = run(x, block="tensor", element="e4m3", convention="te", power_of_two=False, amax=448.0)
     assert q.scale.tolist() == [[1.0]]
     np.testing.assert_array_equal(q.data.numpy(), oracle.encode(x.numpy(), "e4m3"))
@@ -780,7 +780,7 @@ def test_empty(shape: tuple[int, int]) -> None:
         assert q.data.numel() == q.scale.numel() == 0
 
 
-def test_refuses_to_work_without_denormals() -> None:
+def test_flushed_denormals_raise() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine cannot flush denormals")
     try:
@@ -791,7 +791,7 @@ def test_refuses_to_work_without_denormals() -> None:
 
 
 # ----------------------------------------------------------------------------
-# The inputs
+# Adversarial inputs
 # ----------------------------------------------------------------------------
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -820,9 +820,9 @@ def test_adversarial_inputs(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert inputs["zero_block"].ne(0).any()
 
 
-def test_a_seed_makes_the_inputs() -> None:
-    first, same, other = (oracle.adversarial(3, 50, torch.float32, seed) for seed in (0, 0, 1))
-    assert all(torch.equal(first[name].view(torch.int32), same[name].view(torch.int32)) for name in first)
+def test_a_seed_determines_the_inputs() -> None:
+    first, repeated, other = (oracle.adversarial(3, 50, torch.float32, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name].view(torch.int32), repeated[name].view(torch.int32)) for name in first)
     assert not torch.equal(first["normal"], other["normal"])
 
 
@@ -832,7 +832,7 @@ def test_boundaries_lie_on_both_sides(block: str, dtype: torch.dtype) -> None:
     inputs = oracle.adversarial(60, 512, dtype, seed=0)
     for limit, name in itertools.product((448, 57344, 6, 127, 240), ("", "_near_one")):
         amax = oracle.block_amax(inputs[f"boundary_{limit}{name}"].float().numpy(), block)
-        ratio = np.frexp(amax.astype(np.float64) / limit)[0]  # just below 1, 0.5, or just above 0.5
+        ratio = np.frexp(amax.astype(np.float64) / limit)[0]  # just below 1, exactly 0.5, or just above 0.5
         away = 5 * torch.finfo(dtype).eps
         assert ((ratio > 1 - away) | (ratio < 0.5 * (1 + away))).all()
         below, exactly, above = (
@@ -862,7 +862,7 @@ def test_ties_are_ties(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_format_takes_every_input(dtype: torch.dtype) -> None:
-    share = FORMATS[DTYPES.index(dtype) :: len(DTYPES)]  # all of them with one dtype or another
+    share = FORMATS[DTYPES.index(dtype) :: len(DTYPES)]  # every format with one of the dtypes
     for x in oracle.adversarial(3, 145, dtype, seed=3).values():
         for how in share:
             q = run(x, **how)
@@ -870,7 +870,7 @@ def test_every_format_takes_every_input(dtype: torch.dtype) -> None:
             assert y.shape == (3, 145)
 
 
-def test_the_oracle_stands_alone() -> None:
+def test_the_oracle_imports_nothing_of_weft() -> None:
     source = Path(oracle.__file__).read_text()
     imported = re.findall(r"^\s*(?:from|import)\s+(\w+)", source, flags=re.MULTILINE)
     assert set(imported) == {"__future__", "collections", "dataclasses", "typing", "numpy", "torch"}

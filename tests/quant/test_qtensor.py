@@ -1,4 +1,4 @@
-"""`QTensor` where PyTorch keeps tensors: in modules, files, gradients, compiled functions and FSDP's shards."""
+"""`QTensor` in modules, files, gradients, compiled functions and FSDP shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bytes_of(part: Tensor) -> Tensor:
 
 
 def assert_codes(got: Any, wanted: QTensor) -> None:
-    """The same format, copies and bytes."""
+    """Assert that two QTensors have the same format, copies and bytes."""
     assert isinstance(got, QTensor)
     assert (got.spec, got.shape) == (wanted.spec, wanted.shape)
     assert got.rowwise is None or got.rowwise.format == got.spec
@@ -67,7 +67,7 @@ KINDS = ["parameter", "frozen", "buffer"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_another_dtype_is_stated(dtype: torch.dtype) -> None:
+def test_conversion_declares_another_dtype(dtype: torch.dtype) -> None:
     q = weft.quantize(draw(64, 256), "1x128", columnwise=True)
     converted = q.to(dtype)
     assert_codes(converted, q)
@@ -80,7 +80,7 @@ def test_another_dtype_is_stated(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "convert", [nn.Module.bfloat16, nn.Module.half, partial(nn.Module.to, dtype=torch.bfloat16)]
 )
-def test_modules_convert_it(convert: Callable[..., Any], kind: str) -> None:
+def test_modules_convert_qtensors(convert: Callable[..., Any], kind: str) -> None:
     q = weft.quantize(draw(64, 256), "1x128", columnwise=True)
     module = Holder(q.clone(), kind)
     before = module.weight
@@ -89,7 +89,7 @@ def test_modules_convert_it(convert: Callable[..., Any], kind: str) -> None:
     assert_codes(weight, q)
     assert weight.dtype in (torch.bfloat16, torch.float16)
     assert weight.dequantize().dtype == weight.dtype
-    assert weight.data_ptr() == 0  # nothing dense behind it
+    assert weight.data_ptr() == 0  # no dense storage behind it
     assert weight.requires_grad == (kind == "parameter")
     assert kind == "buffer" or (isinstance(weight, nn.Parameter) and weight is before)
     module.float()
@@ -97,8 +97,8 @@ def test_modules_convert_it(convert: Callable[..., Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_devices_and_room(kind: str) -> None:
-    """To the meta device in another dtype and back to memory that holds nothing yet."""
+def test_meta_device_and_to_empty(kind: str) -> None:
+    """A QTensor moves to the meta device in another dtype and back to uninitialized memory."""
     q = weft.quantize(draw(64, 256), "128x128", columnwise=True)
     module = Holder(q.clone(), kind).to("meta", torch.bfloat16)
     assert isinstance(module.weight, QTensor)
@@ -111,12 +111,12 @@ def test_devices_and_room(kind: str) -> None:
     assert all(part.is_shared() for part in parts_of(module.share_memory().weight))
 
 
-def test_dtypes_that_it_cannot_state() -> None:
+def test_unsupported_declared_dtypes() -> None:
     q = weft.quantize(draw(64, 256), "1x128")
     assert type(q.to(torch.int32)) is Tensor
-    with pytest.raises(TypeError, match="cannot become a plain tensor"):
+    with pytest.raises(TypeError, match="cannot assign a plain tensor"):
         Holder(q).to(torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match="cannot become a plain tensor"):
+    with pytest.raises(TypeError, match="cannot assign a plain tensor"):
         nn.Parameter(q).data = draw(64, 256)
     parameter, other = nn.Parameter(q.clone()), weft.quantize(draw(64, 256), "mx")
     parameter.data = other
@@ -137,20 +137,20 @@ def pickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-@pytest.mark.parametrize("again", [saved, pickled, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("duplicate", [saved, pickled, copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("format", FORMATS)
-def test_saved_and_copied(format: str, again: Callable[[Any], Any]) -> None:
+def test_saved_and_copied(format: str, duplicate: Callable[[Any], Any]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         q = weft.quantize(draw(3, 30, 100, dtype=dtype), format, columnwise=True)
-        assert_codes(again(q), q)
-        assert again(q).dtype == dtype
-        assert torch.equal(again(q), q)
+        assert_codes(duplicate(q), q)
+        assert duplicate(q).dtype == dtype
+        assert torch.equal(duplicate(q), q)
         for requires_grad in (True, False):
-            parameter = again(nn.Parameter(q, requires_grad))
+            parameter = duplicate(nn.Parameter(q, requires_grad))
             assert_codes(parameter, q)
             assert isinstance(parameter, nn.Parameter)
             assert parameter.requires_grad == requires_grad
-            assert again(q.detach().requires_grad_(requires_grad)).requires_grad == requires_grad
+            assert duplicate(q.detach().requires_grad_(requires_grad)).requires_grad == requires_grad
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -160,15 +160,15 @@ def test_load_state_dict(kind: str, format: str) -> None:
     q, zeros = make(draw(96, 256)), torch.zeros(96, 256)
     for assign in (True, False):
         module = Holder(make(zeros), kind)
-        place = module.weight.rowwise.data.data_ptr()
+        address = module.weight.rowwise.data.data_ptr()
         module.load_state_dict(saved(Holder(q, kind).state_dict()), assign=assign)
         assert_codes(module.weight, q)
-        assert (module.weight.rowwise.data.data_ptr() == place) is not assign
+        assert (module.weight.rowwise.data.data_ptr() == address) is not assign
         assert module.weight.requires_grad == (kind == "parameter")
     plain = Holder(zeros.bfloat16(), kind)
     plain.load_state_dict(Holder(q, kind).state_dict())
     assert torch.equal(plain.weight, q.dequantize(torch.bfloat16))
-    # The other way there is more than one answer, and the message says which.
+    # Loading plain tensors into codes is ambiguous; the message names the option to set.
     module = Holder(make(zeros), kind)
     with pytest.raises(RuntimeError, match="assign=True"):
         module.load_state_dict(Holder(draw(96, 256), kind).state_dict())
@@ -180,7 +180,7 @@ def test_load_state_dict(kind: str, format: str) -> None:
 
 
 def test_load_into_fewer_copies() -> None:
-    """Of a tensor with both copies one can be loaded; the one that is missing cannot."""
+    """A single copy can be loaded from a tensor that has both, but a missing copy cannot."""
     both, one = (weft.quantize(draw(64, 256), "1x128", columnwise=c) for c in (True, False))
     with pytest.raises(RuntimeError, match="assign=True"):
         both.copy_(one)
@@ -192,7 +192,7 @@ def test_load_into_fewer_copies() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_are_views(format: str) -> None:
-    """Where no block is cut, of both copies. Elsewhere a slice is that of the numbers."""
+    """Slices that cut no block are views of both copies; other slices are decoded."""
     x = draw(4, 128, 192)
     q = weft.quantize(x, format, columnwise=True)
     dense = q.dequantize()
@@ -200,28 +200,28 @@ def test_rows_are_views(format: str) -> None:
         QTensor(q.shape, q.dtype, q.format, *copies) for copies in ((q.rowwise, None), (None, q.columnwise))
     ]
     for side in (q, *sides):
-        numbers = side.dequantize()
-        for piece, wanted in zip(side.chunk(2), numbers.chunk(2), strict=True):
-            assert isinstance(piece, QTensor)
-            assert torch.equal(piece.dequantize(), wanted)
-            assert {part.untyped_storage().data_ptr() for part in parts_of(piece)} == {
+        values = side.dequantize()
+        for chunk, wanted in zip(side.chunk(2), values.chunk(2), strict=True):
+            assert isinstance(chunk, QTensor)
+            assert torch.equal(chunk.dequantize(), wanted)
+            assert {part.untyped_storage().data_ptr() for part in parts_of(chunk)} == {
                 part.untyped_storage().data_ptr() for part in parts_of(side)
             }
         assert isinstance(side[1:], QTensor)
-        assert torch.equal(side[1:].dequantize(), numbers[1:])
-        assert torch.equal(torch.cat(side.split([1, 3])), numbers)
+        assert torch.equal(side[1:].dequantize(), values[1:])
+        assert torch.equal(torch.cat(side.split([1, 3])), values)
         for shape in ((-1,), (1, -1), (128, -1), (8, 64, 192)):
-            again = side.view(-1).view(shape)
-            assert isinstance(again, QTensor) is (shape in ((-1,), (8, 64, 192)))
-            assert torch.equal(again, numbers.reshape(shape))
+            reshaped = side.view(-1).view(shape)
+            assert isinstance(reshaped, QTensor) is (shape in ((-1,), (8, 64, 192)))
+            assert torch.equal(reshaped, values.reshape(shape))
     flat = q.view(512, 192)
     for index in (slice(1, 77), slice(0, 400, 3), slice(-5, None), slice(4, 2)):
         assert torch.equal(flat[index], dense.view(512, 192)[index])
     assert torch.equal(q[:, 3:5, 7:], dense[:, 3:5, 7:])
 
 
-def test_writing_is_refused() -> None:
-    """One by one, in lists and as the place of a result: what would be lost in a dequantised copy."""
+def test_in_place_writes_raise() -> None:
+    """Writing to a QTensor raises for single tensors, lists and `out=`: a dequantized copy would lose the write."""
     q = weft.quantize(draw(64, 256), "1x128")
     before = q.dequantize()
     for write in (
@@ -252,7 +252,7 @@ def quantized_loss(x: Tensor, dy: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_gradients_accumulate(dtype: torch.dtype) -> None:
-    """To the sum of what they stand for: over backward passes, and with plain ones, whichever comes first."""
+    """Quantized gradients accumulate over backward passes, and with plain gradients in either order."""
     x = draw(64, 512, dtype=dtype).requires_grad_()
     dys = [draw(64, 256, dtype=dtype) for _ in range(3)]
     alone = []
@@ -284,7 +284,7 @@ def test_quantized_gradients_accumulate(dtype: torch.dtype) -> None:
 
 
 def test_accumulated_gradient_is_used() -> None:
-    """By what takes gradients, in place or not, and as a plain tensor by what stores them."""
+    """Consumers use an accumulated gradient, in place or not, and storing it gives a plain tensor."""
     x = draw(64, 512).requires_grad_()
     dy = draw(64, 256)
     for _ in range(2):
@@ -302,9 +302,9 @@ def test_accumulated_gradient_is_used() -> None:
     assert x.grad is grad
     assert torch.equal(grad, dense)
     assert torch.equal(weft.grad_norm([grad]), weft.grad_norm([dense]))
-    for again in (saved, pickled, copy.copy, copy.deepcopy):
-        assert type(again(grad)) is Tensor
-        assert torch.equal(again(grad), dense)
+    for store in (saved, pickled, copy.copy, copy.deepcopy):
+        assert type(store(grad)) is Tensor
+        assert torch.equal(store(grad), dense)
     assert torch.equal(copy.deepcopy(x).grad, dense)
     torch.optim.SGD([x]).zero_grad(set_to_none=False)
     assert not x.grad.any()
@@ -334,28 +334,28 @@ def test_compiled_results(backend: str, dynamic: bool) -> None:
     compiled = torch.compile(normed, fullgraph=True, backend=backend, dynamic=dynamic)
     inputs = [draw(48, 256), draw(256)]
     for use in USES.values():
-        found = []
+        results = []
         for function in (normed, compiled):
             leaves = [t.clone().requires_grad_() for t in inputs]
             q, loss = function(*leaves)
-            found.append((q.detach(), loss, torch.autograd.grad(use(q, loss), leaves)))
-        assert_codes(found[1][0], found[0][0])
+            results.append((q.detach(), loss, torch.autograd.grad(use(q, loss), leaves)))
+        assert_codes(results[1][0], results[0][0])
         if backend == "aot_eager":  # Inductor sums in another order
-            assert torch.equal(found[1][1], found[0][1])
-        for got, wanted in zip(found[1][2], found[0][2], strict=True):
+            assert torch.equal(results[1][1], results[0][1])
+        for got, wanted in zip(results[1][2], results[0][2], strict=True):
             assert type(got) is Tensor
             assert torch.equal(got, wanted)
 
 
-def test_compiled_result_with_a_quantised_gradient() -> None:
+def test_compiled_result_with_a_quantized_gradient() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(normed, fullgraph=True, backend="aot_eager")
     x, weight, grad = draw(48, 256), draw(256), weft.quantize(draw(48, 256), "1x128")
-    found = []
+    results = []
     for function in (normed, compiled):
         leaf = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(function(leaf, weight)[0], leaf, grad)[0])
-    assert torch.equal(found[0], found[1])
+        results.append(torch.autograd.grad(function(leaf, weight)[0], leaf, grad)[0])
+    assert torch.equal(results[0], results[1])
 
 
 # ---- FSDP2 ----------------------------------------------------------------------------------------------
@@ -363,21 +363,21 @@ def test_compiled_result_with_a_quantised_gradient() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Return the results of both ranks."""
     return results_of(Path(ranks_fsdp.__file__), tmp_path_factory)(2)
 
 
 @pytest.mark.parametrize("name", ranks_fsdp.CASES)
-def test_fsdp_is_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Results and gradients of two steps bit for bit, and the codes and scales that were gathered."""
+def test_fsdp_matches_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Results and gradients of two steps match one process bit for bit, and so do gathered codes and scales."""
     case = ranks_fsdp.CASES[name]
     torch.set_num_threads(1)  # as the ranks do: products are summed in the same order
     alone = ranks_fsdp.run_alone(case)
     gradients = {key for key in alone if key.startswith("d")}
     assert ("d0.weight" in gradients) is case.trained
-    loaded = ranks_fsdp.made(case, 2)[0].weight
-    for rank, found in enumerate(ranks):
-        got = found[name]
+    loaded = ranks_fsdp.build_model(case, 2)[0].weight
+    for rank, results in enumerate(ranks):
+        got = results[name]
         for step in ("y0", "y1"):
             assert torch.equal(got[step], alone[step][rank])
         assert {key for key in got if key.startswith("d")} == gradients
@@ -385,7 +385,7 @@ def test_fsdp_is_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
             assert torch.equal(got[key], alone[key])
         assert_codes(got["shard"], alone["weight"].chunk(2)[rank])
         assert torch.equal(got["full_tensor"], alone["weight"].dequantize())
-        # Of another checkpoint, which was copied into the shards.
+        # Weights of another checkpoint, loaded into the shards.
         assert_codes(got["loaded"], loaded)
         assert got["loaded"].dtype == (case.param_dtype or torch.float32)
         for mine, its in zip(parts_of(got["loaded"]), parts_of(loaded), strict=True):
@@ -395,7 +395,7 @@ def test_fsdp_is_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ranks_fsdp.CASES)
 def test_fsdp_moves_codes_and_scales(name: str, ranks: list[dict[str, Any]]) -> None:
     case = ranks_fsdp.CASES[name]
-    block = ranks_fsdp.made(case, 1)[0]
+    block = ranks_fsdp.build_model(case, 1)[0]
     width = 4 if case.param_dtype is None else case.param_dtype.itemsize
     wanted = sum(p.numel() * width for layer in (block.first, block.last) for p in layer.parameters())
     f = block.weight.format
@@ -403,21 +403,21 @@ def test_fsdp_moves_codes_and_scales(name: str, ranks: list[dict[str, Any]]) -> 
         if copy_ is not None:
             every_rank_has_it = (f.group if columnwise else f.block_rows) == 0  # a scale of all rows
             wanted += copy_.data.nbytes + (0 if every_rank_has_it else copy_.scale.nbytes)
-    for found in ranks:
-        assert found[name]["moved"]
-        assert set(found[name]["moved"]) == {wanted}
+    for results in ranks:
+        assert results[name]["moved"]
+        assert set(results[name]["moved"]) == {wanted}
 
 
-def test_fsdp_refuses(ranks: list[dict[str, Any]]) -> None:
-    """All ranks, in words."""
-    for found in ranks:
-        assert "Pad the rows to a multiple of 128 for each rank" in found["a block on two ranks"]
-        assert "5 does not divide by 2 ranks" in found["uneven"]
+def test_fsdp_raises_for_unsupported_shards(ranks: list[dict[str, Any]]) -> None:
+    """Every rank raises an error that says what to do."""
+    for results in ranks:
+        assert "Pad the rows to a multiple of 128 on each rank" in results["a block on two ranks"]
+        assert "5 is not divisible by 2 ranks" in results["uneven"]
 
 
 @pytest.mark.parametrize("make", [weft.quantize, weft.rms_norm, weft.glu], ids=lambda f: f.__name__)
 def test_compiled_without_a_gradient(make: Callable[..., Any]) -> None:
-    """As for inference: a QTensor is made and read inside of a graph, and returned from it."""
+    """A graph creates, reads and returns a QTensor, as in inference."""
 
     def call(x: Tensor) -> tuple[Tensor, Tensor]:
         q = make(x, format="1x128") if make is weft.quantize else make(x, quantize="1x128")
@@ -430,7 +430,7 @@ def test_compiled_without_a_gradient(make: Callable[..., Any]) -> None:
 
 
 def test_inference_mode_keeps_codes() -> None:
-    """There PyTorch does not take ops apart that are made of others: what arrives whole is taken apart here."""
+    """QTensor decomposes composite ops in inference mode, where PyTorch does not."""
     x, weight = torch.randn(32, 256), weft.quantize(torch.randn(64, 256), "128x128")
     rows = weft.quantize(x, "1x128")
     wanted = torch.nn.functional.linear(rows, weight)
@@ -467,8 +467,8 @@ WRITES: dict[str, Callable[[QTensor], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_writes_to_views_are_refused(write: str, mode: Callable[[], Any]) -> None:
-    """They went to decoded copies and vanished."""
+def test_writes_to_views_raise(write: str, mode: Callable[[], Any]) -> None:
+    """Such writes used to go to decoded copies and vanish."""
     q = weft.quantize(torch.ones(4, 256), "row")
     with mode(), pytest.raises(RuntimeError, match=r"would (write to a view of|change) a QTensor"):
         WRITES[write](q)
@@ -496,7 +496,7 @@ def test_views_are_read_like_tensors() -> None:
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_that_cut_blocks_are_decoded_alone(format: str, copies: dict[str, bool]) -> None:
-    """One row of a tensor decodes what shares a block with it, and not the whole tensor."""
+    """Selecting a row decodes only the blocks that contain it, not the whole tensor."""
     for shape in ((384, 256), (3, 64, 256), (5, 7, 128)):
         q = weft.quantize(draw(*shape), format, **copies)
         wanted = q.dequantize()
@@ -504,22 +504,22 @@ def test_rows_that_cut_blocks_are_decoded_alone(format: str, copies: dict[str, b
             got = q[index]
             assert torch.equal(got.dequantize() if isinstance(got, QTensor) else got + 0, wanted[index])
     decoded = weft.quantize(draw(4096, 128), format)
-    made: list[int] = []
+    decoded_rows: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("weft.quant.qtensor")
         ops = module._ops
-        noting = lambda codes, *rest: made.append(len(codes.data)) or ops.decode(codes, *rest)  # noqa: E731
-        patch.setattr(module, "_ops", ops._replace(decode=noting))
+        recording = lambda codes, *rest: decoded_rows.append(len(codes.data)) or ops.decode(codes, *rest)  # noqa: E731
+        patch.setattr(module, "_ops", ops._replace(decode=recording))
         decoded[7]
-    assert made
-    assert max(made) <= 128
+    assert decoded_rows
+    assert max(decoded_rows) <= 128
 
 
 @pytest.mark.parametrize(
     "view", [lambda q: q.T, lambda q: q[:2], lambda q: q.view(2, 2, 256), lambda q: q[0]]
 )
-def test_views_of_what_was_made_outside_of_inference_mode(view: Callable[[Any], Any]) -> None:
-    """A frozen weight is made once and read in inference mode; every view of it raised there."""
+def test_inference_mode_views_tensors_from_outside(view: Callable[[Any], Any]) -> None:
+    """A frozen weight is created outside and read in inference mode, where every view of it used to raise."""
     q = weft.quantize(draw(4, 256), "row", columnwise=True)
     wanted = view(q.dequantize())
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Stochastic rounding: the random numbers are those that are documented, and codes are right on average."""
+"""Stochastic rounding draws the documented random bits and is unbiased."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.lab import oracle
 
 
 def philox(seed: int, row: int, col: int, which: int) -> int:
-    """The first word of Philox4x32-10, by the book."""
+    """Return the first word of Philox4x32-10, by its published definition."""
     counter, key = [col, row, which, 0], [seed % 2**31, seed >> 31]
     for _ in range(10):
         a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
@@ -26,11 +26,11 @@ def philox(seed: int, row: int, col: int, which: int) -> int:
 
 
 def test_philox() -> None:
-    assert philox(0, 0, 0, 0) == 0x6627E8D5  # the known answer of Random123
+    assert philox(0, 0, 0, 0) == 0x6627E8D5  # known answer from Random123
 
 
 def stochastic_codes(x: torch.Tensor, element: str, draws: np.ndarray[Any, Any]) -> torch.Tensor:
-    """x cut to 2^-n of a step, n the mantissa bits that the element lacks, plus n random bits, rounded down."""
+    """Truncate x to 2^-n of a step, n the mantissa bits that the element lacks, add n random bits, and round down."""
     values = oracle.VALUES[element]
     lost = {"e4m3": 20, "e5m2": 21, "e2m1": 22}[element]
     magnitude = np.minimum(np.abs(x.double().numpy()), values[-1])
@@ -46,7 +46,7 @@ SEEDS = [0, 1, 12345, 2**31 + 7, 2**62 - 1]
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_stochastic_rounding_draws_what_it_says(element: str) -> None:
-    """The bytes from the description alone: Philox by hand, and rounding by float64."""
+    """Bytes equal those of an independent Philox and float64 rounding."""
     f = Format.of(f"{element}:tensor:te")
     x = torch.randn(6, 37) * 4
     x[0] *= 2.0**-9
@@ -59,7 +59,7 @@ def test_stochastic_rounding_draws_what_it_says(element: str) -> None:
             with weft.backend(backend):
                 q = weft.quantize(x, f, scale=torch.tensor(1.0), seed=seed, columnwise=columnwise)
             assert_same(q.rowwise.data.view(torch.uint8), want, f"{element} {seed} {backend}")
-            if columnwise:  # both copies of a tensor with one scale have the same codes
+            if columnwise:  # both copies of a tensor with one scale hold the same codes
                 assert_same(
                     q.columnwise.data.view(torch.uint8), want.t(), f"{element} {seed} {backend} column-wise"
                 )
@@ -77,37 +77,39 @@ def test_stochastic_rounding_draws_what_it_says(element: str) -> None:
     ],
 )
 def test_stochastic_rounding(spec: str) -> None:
-    """Scales as usual; codes next to x, the same for a seed and other ones for another; alike on both backends."""
+    """Scales do not change; codes are reproducible for a seed, differ between seeds, and agree on both backends."""
     f = Format.of(spec)
     x = torch.randn(140, 37)
     x[4] = 0
-    if f.block not in oracle.NVFP4:  # whose scale of the tensor would be NaN
+    if f.block not in oracle.NVFP4:  # its global scale would be NaN
         x[3, 5], x[130, 30] = NAN, INF
     nearest = weft.quantize(x, f, columnwise=True)
-    seen = []
+    results = []
     for seed in SEEDS[:3]:
         q = weft.quantize(x, f, columnwise=True, seed=seed)
-        again = weft.quantize(x, f, columnwise=True, seed=seed)
+        repeated = weft.quantize(x, f, columnwise=True, seed=seed)
         rows = weft.quantize(x, f, seed=seed)
         with weft.backend("reference"):
             reference = weft.quantize(x, f, columnwise=True, seed=seed)
         for side in ("rowwise", "columnwise"):
             copy = getattr(q, side)
-            assert_same(getattr(again, side).data, copy.data, "again")
+            assert_same(getattr(repeated, side).data, copy.data, "again")
             assert_same(getattr(reference, side).data, copy.data, f"{side} reference")
             assert_same(getattr(reference, side).scale, copy.scale, f"{side} reference scales")
             assert_same(copy.scale, getattr(nearest, side).scale, f"{side} scales")
         assert_same(rows.rowwise.data, q.rowwise.data, "row kernel")
-        seen.append(q)
+        results.append(q)
     different = (
-        (seen[0].rowwise.data.view(torch.uint8) != seen[1].rowwise.data.view(torch.uint8)).float().mean()
+        (results[0].rowwise.data.view(torch.uint8) != results[1].rowwise.data.view(torch.uint8))
+        .float()
+        .mean()
     )
     assert different > 0.1
-    if f.block == "nvfp4_16x16":  # both copies draw the same
-        for q in seen:
-            turned = QTensor(q.shape, q.dtype, f, None, q.columnwise)
-            assert_same(turned.dequantize(), q.dequantize(), "column-wise numbers")
-    # The two copies of a block that does not share its codes draw for themselves.
+    if f.block == "nvfp4_16x16":  # both copies share their draws
+        for q in results:
+            column_only = QTensor(q.shape, q.dtype, f, None, q.columnwise)
+            assert_same(column_only.dequantize(), q.dequantize(), "column-wise values")
+    # Copies that do not share codes draw independently.
     if f.block in ("1x128", "mx"):
         square = torch.randn(128, 128)
         square = torch.maximum(square, square.t())
@@ -129,7 +131,7 @@ def test_stochastic_rounding_is_unbiased(spec: str) -> None:
     total, draws = torch.zeros(20, 37, dtype=torch.float64), 256
     for seed in range(draws):
         values = weft.dequantize(weft.quantize(x, f, seed=seed)).double() / scale
-        assert ((values == low) | (values == high)).all()  # one of the two neighbours
+        assert ((values == low) | (values == high)).all()  # one of the two neighbors
         total += values
     mean = total / draws
     chance = (scaled - low) / (high - low)

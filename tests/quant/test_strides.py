@@ -1,4 +1,4 @@
-"""Quantisers of tensors of any strides, and of none: large offsets, pads, empty tensors, repeated runs."""
+"""Quantization of tensors with any strides: large offsets, padding, empty tensors, repeated runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_more_and_fewer_dimensions() -> None:
             assert q.shape == x.shape
             assert_quantized(q, flat, f, f"{shape} {backend}", columnwise=columnwise)
             assert_same(values, decoded(expected(flat, f), f, tuple(flat.shape)).view(shape), "values")
-    x = torch.randn(37, 2, 70).permute(1, 2, 0)  # no two dimensions merge, and the last is not dense
+    x = torch.randn(37, 2, 70).permute(1, 2, 0)  # no two dimensions merge, and the last is not contiguous
     assert_quantized(weft.quantize(x, f, columnwise=True), x.reshape(-1, 37), f, columnwise=True)
 
 
@@ -95,7 +95,7 @@ def test_no_rows(shape: tuple[int, ...], backend: str) -> None:
 
 
 def virtual(dtype: torch.dtype, rows: int, cols: int, stride: int) -> torch.Tensor:
-    """[rows, cols] zeros at a stride so large that offsets need 64 bits. Pages that nobody touches do not exist."""
+    """Return [rows, cols] zeros with a stride so large that offsets need 64 bits. Untouched pages take no memory."""
     itemsize = torch.empty(0, dtype=dtype).element_size()
     size = ((rows - 1) * stride + cols) * itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -106,7 +106,7 @@ def virtual(dtype: torch.dtype, rows: int, cols: int, stride: int) -> torch.Tens
 
 @pytest.mark.parametrize("stride", [2**30 - 16, 2**31 + 16], ids=["offsets", "stride"])
 def test_large_strides(stride: int) -> None:
-    """Offsets beyond 2^31, from the product of a row and its stride or from the stride itself."""
+    """Offsets exceed 2^31 through row * stride, or through the stride itself."""
     x = virtual(torch.bfloat16, 4, 64, stride)
     assert (x.shape[0] - 1) * x.stride(0) >= 2**31
     x.copy_(torch.randn(4, 64))
@@ -127,7 +127,7 @@ def test_large_strides(stride: int) -> None:
     )
 
 
-def test_fresh_memory_is_poison() -> None:
+def test_fresh_memory_is_poisoned() -> None:
     assert torch.empty(3, dtype=torch.float32).isnan().all()
     assert (torch.empty(3, 5, dtype=torch.float8_e4m3fn).view(torch.uint8) == 0xFF).all()
 
@@ -135,8 +135,8 @@ def test_fresh_memory_is_poison() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", ["e4m3:1x128:te:pow2", "e4m3:row:te", "e2m1:mx:te", "e4m3:tensor:te"])
 def test_strides_and_pads_of_codes(spec: str, backend: str) -> None:
-    """Row-wise codes are tight. Rows of column-wise ones are padded to 16 bytes with codes of 0: never with poison,
-    which would be NaN to a GEMM that reads whole vectors."""
+    """Row-wise codes are contiguous. Rows of column-wise codes are padded to 16 bytes with zero codes, never with
+    poison, which a GEMM that reads full vectors would see as NaN."""
     f = Format.of(spec)
     for rows in (1, 37, 140):
         for x in (torch.randn(rows, 37), torch.randn(37, rows).t()):
@@ -153,11 +153,11 @@ def test_strides_and_pads_of_codes(spec: str, backend: str) -> None:
             assert (buffer.view(37, width)[:, data.shape[1] :] == 0).all()
 
 
-def test_results_do_not_depend_on_the_run_or_the_place() -> None:
+def test_results_do_not_depend_on_run_or_position() -> None:
     x = torch.randn(300, 300)
-    whole = weft.quantize(x, "e4m3:1x128:te").rowwise
-    again = weft.quantize(x, "e4m3:1x128:te").rowwise
-    assert_same(whole.data, again.data, "again")
+    full = weft.quantize(x, "e4m3:1x128:te").rowwise
+    repeated = weft.quantize(x, "e4m3:1x128:te").rowwise
+    assert_same(full.data, repeated.data, "again")
     part = weft.quantize(x[200:210], "e4m3:1x128:te").rowwise
-    assert_same(whole.data[200:210], part.data, "part")
-    assert_same(whole.scale[200:210], part.scale, "part")
+    assert_same(full.data[200:210], part.data, "part")
+    assert_same(full.scale[200:210], part.scale, "part")

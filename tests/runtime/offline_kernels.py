@@ -1,4 +1,4 @@
-"""Kernels for tests of compilation, in a module of their own because the child process has to import them."""
+"""Kernels for tests of compilation, in a module of their own because the child process must import them."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ from weft.runtime import kernel
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix: a struct of a kernel."""
+    """Rows of a matrix: a struct that a kernel takes."""
 
     ptr: Tensor | None
     stride: int
 
 
 class Scaled(NamedTuple):
-    """A struct with one in it."""
+    """Struct with a nested struct."""
 
     rows: Rows
     factor: float
@@ -26,7 +26,7 @@ class Scaled(NamedTuple):
 
 @kernel
 def struct_kernel(x: Rows, count, y: Scaled, offset: float, extra_ptr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y = x * factor + offset, + bias and + extra where there are any."""
+    """Compute y = x * factor + offset, plus bias and extra if present."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < count
@@ -53,7 +53,7 @@ def wrapped_copy(x, y, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep_all(x, y, BLOCK: tl.constexpr):
-    """The whole block stays in registers until its sum is known."""
+    """Keep the whole block in registers until its sum is known."""
     offsets = tl.arange(0, BLOCK)
     values = tl.load(x + offsets)
     tl.store(y + offsets, values - tl.sum(values, 0))
@@ -61,7 +61,7 @@ def keep_all(x, y, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale(x, y, factor, BLOCK: tl.constexpr):
-    """In the type of the factor, which may be fp64."""
+    """Scale in the type of the factor, which may be fp64."""
     offsets = tl.arange(0, BLOCK)
     tl.store(y + offsets, tl.load(x + offsets) * factor)
 
@@ -86,7 +86,7 @@ def matmul(a, b, c, BLOCK: tl.constexpr):
 def two_products(
     a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, depth, TILE: tl.constexpr, DEPTH: tl.constexpr, APART: tl.constexpr
 ):
-    """a @ b + c @ d, for which two dots of a loop add to one accumulator, or to one each."""
+    """Compute a @ b + c @ d by two dots per iteration, into one shared accumulator or one each."""
     tile = tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
     total = tl.zeros((TILE, TILE), tl.float32)
@@ -111,7 +111,7 @@ def tile_copy(x, y, BLOCK: tl.constexpr):
 
 @triton.jit
 def endless(x, COUNT: tl.constexpr):
-    """As long to compile as COUNT says: the loop is unrolled by the compiler."""
+    """Take long to compile: the compiler unrolls COUNT iterations."""
     value = tl.load(x)
     for i in tl.static_range(COUNT):
         value = value * value + i

@@ -1,5 +1,5 @@
-"""`torch.autocast`: which operands it converts, that gradients come back in the parameters' dtype, and that nothing
-inside of an op is converted."""
+"""`torch.autocast`: which operands it converts, that gradients have the parameters' dtype, and that nothing inside an
+op is converted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ENDS = torch.tensor([3, 3, 9])
 TARGET = torch.tensor([0, 5, -100, 17, 3, 2, 9, 1, 4])
 ROUTING = weft.route(torch.randn(9, 4, generator=torch.Generator().manual_seed(5)), 2)
 
-# Of each function: a call with fp32 operands, their shapes, how many of the operands the call itself has to be given in
-# the dtype of a product (the others follow), and PyTorch's counterpart.
+# Per function: a call with fp32 operands, their shapes, the number of operands that the call itself needs in the dtype
+# of the product (the others follow), and PyTorch's counterpart.
 CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int, Callable[..., Tensor] | None]] = {
     "linear": (weft.linear, ((9, 32), (24, 32), (24,)), 1, F.linear),
     "linear, fp8": (lambda x, w: weft.linear(x, w, recipe="fp8_block"), ((9, 128), (128, 128)), 1, None),
@@ -50,11 +50,11 @@ def operands(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.flo
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def run(call: Callable[..., Any], given: list[Tensor]) -> dict[str, Tensor]:
-    """The result and all gradients."""
-    y = call(*given)
+def run(call: Callable[..., Any], inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Return the result and all gradients."""
+    y = call(*inputs)
     dy = torch.linspace(0.5, 1.5, y.numel()).view(y.shape).to(y.dtype)
-    return {"y": y.detach(), **{f"d{i}": g for i, g in enumerate(torch.autograd.grad(y, given, dy))}}
+    return {"y": y.detach(), **{f"d{i}": g for i, g in enumerate(torch.autograd.grad(y, inputs, dy))}}
 
 
 def autocast(dtype: torch.dtype = BF16, enabled: bool = True) -> torch.autocast:
@@ -62,16 +62,16 @@ def autocast(dtype: torch.dtype = BF16, enabled: bool = True) -> torch.autocast:
 
 
 def within(call: Callable[..., Any], dtype: torch.dtype = BF16) -> Callable[..., Any]:
-    def inside(*given: Tensor) -> Any:
+    def inside(*inputs: Tensor) -> Any:
         with autocast(dtype):
-            return call(*given)
+            return call(*inputs)
 
     return inside
 
 
 @pytest.fixture(autouse=True)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which operands are converted does not depend on who computes: most tests take the reference."""
+    """Most tests use the reference: which operands are converted does not depend on the backend."""
     name = getattr(request, "param", "reference")
     with weft.backend(name):
         yield name
@@ -83,24 +83,26 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     "backend", ["reference", pytest.param("auto", marks=pytest.mark.slow)], indirect=True
 )
 def test_operands_are_converted(name: str, dtype: torch.dtype) -> None:
-    """The bits of a call with converted operands; gradients are fp32 like what they are of. A result has the dtype that
-    PyTorch's counterpart has."""
+    """Autocast gives the bits of a call with converted operands, fp32 gradients for fp32 operands, and the result dtype
+    of PyTorch's counterpart."""
     call, shapes, count, counterpart = CASES[name]
     got = run(within(call, dtype), operands(shapes))
-    wanted = run(lambda *given: call(*(t.to(dtype) for t in given[:count]), *given[count:]), operands(shapes))
+    wanted = run(
+        lambda *inputs: call(*(t.to(dtype) for t in inputs[:count]), *inputs[count:]), operands(shapes)
+    )
     assert_same(got, wanted, name)
     assert {got[f"d{i}"].dtype for i in range(len(shapes))} == {torch.float32}
     assert got["y"].dtype == (torch.float32 if "linear_" in name else dtype)
     if counterpart is not None:
-        theirs = run(within(counterpart, dtype), operands(shapes))
-        for key, value in theirs.items():
+        reference = run(within(counterpart, dtype), operands(shapes))
+        for key, value in reference.items():
             assert got[key].dtype == value.dtype, key
             torch.testing.assert_close(got[key], value, rtol=0.02, atol=0.06)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_stays_as_it_is(name: str) -> None:
-    """Float64; a block that is not enabled; the block of another device; and what has the dtype already."""
+def test_autocast_leaves_other_dtypes_devices_and_disabled_blocks_alone(name: str) -> None:
+    """Unaffected: float64, a disabled block, another device's block, and operands that already have the dtype."""
     call, shapes, _, _ = CASES[name]
     if "fp8" not in name:
         wanted = run(call, operands(shapes, torch.float64))
@@ -122,19 +124,19 @@ def test_what_stays_as_it_is(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("linear, fp8", "experts", "attention")),
     ],
 )
-def test_compiled_and_checkpointed(name: str) -> None:
+def test_compiled_and_checkpointed_calls_are_converted_alike(name: str) -> None:
     call, shapes, _, _ = CASES[name]
     wanted = run(within(call), operands(shapes))
 
-    def again(*given: Tensor) -> Any:
-        return checkpoint(call, *given, use_reentrant=False)
+    def again(*inputs: Tensor) -> Any:
+        return checkpoint(call, *inputs, use_reentrant=False)
 
     assert_same(run(within(again), operands(shapes)), wanted, "checkpointed")
     torch._dynamo.reset()
-    whole = torch.compile(within(call), fullgraph=True, backend="aot_eager")
-    assert_same(run(whole, operands(shapes)), wanted, "compiled with the block")
+    outer = torch.compile(within(call), fullgraph=True, backend="aot_eager")
+    assert_same(run(outer, operands(shapes)), wanted, "compiled with the block")
     inner = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert_same(run(within(inner), operands(shapes)), wanted, "compiled inside of the block")
+    assert_same(run(within(inner), operands(shapes)), wanted, "compiled inside the block")
     plain = run(call, operands(shapes))
     assert_same(run(inner, operands(shapes)), plain, "compiled anew outside of it")
 
@@ -142,8 +144,8 @@ def test_compiled_and_checkpointed(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "matmul", "linear_cross_entropy"])
 def test_a_weight_is_converted_once(name: str) -> None:
     call, shapes, _, _ = CASES[name]
-    given = operands(shapes)
-    weight = given[1]
+    inputs = operands(shapes)
+    weight = inputs[1]
     converted = 0
 
     class Counting(TorchDispatchMode):
@@ -154,12 +156,12 @@ def test_a_weight_is_converted_once(name: str) -> None:
             return func(*args, **(kwargs or {}))
 
     with Counting():
-        run(within(call), given)
+        run(within(call), inputs)
     assert converted == 1
 
 
-def test_a_product_that_says_in_what_numbers() -> None:
-    """`precision` of fp32 operands, and `out`, which PyTorch's autocast leaves alone as well."""
+def test_explicit_precision_and_out_override_autocast() -> None:
+    """fp32 operands stay fp32 given `precision` or `out`, which PyTorch's autocast also leaves alone."""
     a, b = torch.randn(9, 32), torch.randn(32, 24)
     wanted = weft.matmul(a, b)
     with autocast():
@@ -168,8 +170,8 @@ def test_a_product_that_says_in_what_numbers() -> None:
         assert weft.matmul(a, b, out_dtype=torch.float32).dtype is torch.float32
 
 
-def test_quantised_operands_state_the_dtype() -> None:
-    """A norm's fp32 result, quantised, is an operand like any other."""
+def test_quantized_operands_state_the_dtype() -> None:
+    """The quantized fp32 result of a norm is an operand like any other."""
     x, w = operands(((9, 128), (128, 128)))
     with autocast():
         q = weft.quantize(x, "1x128", columnwise=True)
@@ -178,13 +180,13 @@ def test_quantised_operands_state_the_dtype() -> None:
     wanted = weft.linear(weft.quantize(x, "1x128", columnwise=True).bfloat16(), w, recipe="fp8_block")
     assert q.dtype is torch.float32
     gradients = [torch.autograd.grad(t, (x, w), torch.ones_like(t)) for t in (y, wanted)]
-    assert_same({"y": y, "x": gradients[0][0]}, {"y": wanted, "x": gradients[1][0]}, "quantised")
+    assert_same({"y": y, "x": gradients[0][0]}, {"y": wanted, "x": gradients[1][0]}, "quantized")
     assert gradients[0][0].dtype is torch.float32
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"], indirect=True)
-def test_nothing_inside_of_an_op_is_converted() -> None:
-    """Not in the reference, whose products are PyTorch's, and not if backward runs inside of the block, too."""
+def test_nothing_inside_an_op_is_converted() -> None:
+    """Neither the PyTorch products of the reference nor a backward inside the block are converted."""
     x, w = operands(((9, 32), (4, 32)))
     wanted = run(weft.router_linear, [x, w])
     with autocast():
@@ -192,4 +194,4 @@ def test_nothing_inside_of_an_op_is_converted() -> None:
     call, shapes, _, _ = CASES["linear_cross_entropy"]
     wanted = run(within(call), operands(shapes))
     with autocast():
-        assert_same(run(call, operands(shapes)), wanted, "backward inside of the block")
+        assert_same(run(call, operands(shapes)), wanted, "backward inside the block")

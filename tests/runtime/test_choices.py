@@ -1,4 +1,4 @@
-"""Launch choices: which of three places answers, which files are refused, and that what is tuned is launched."""
+"""Launch choices: which of three sources answers, which files are refused, and that tuned choices are launched."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from weft.runtime import TARGETS, Capabilities, catalogue, choices, choosing_for
 from weft.runtime.capabilities import Tuned
 from weft.runtime.choices import TilesError, path_for, read, tuned_for, write
 
-ROWS = ("norm.rows", (256, 1))  # what a norm of 256 columns asks for
+ROWS = ("norm.rows", (256, 1))  # the choice and facts of a norm of 256 columns
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where tuned files lie, and nothing that was read before."""
-    kept = (tuned_for, devices.of_device, devices.of_target)
+    """Folder of tuned files, with all caches cleared."""
+    caches = (tuned_for, devices.of_device, devices.of_target)
 
     def forget() -> None:
-        for cached in kept:
+        for cached in caches:
             cached.cache_clear()
 
     monkeypatch.setenv("WEFT_CHOICES", str(tmp_path))
@@ -51,27 +51,27 @@ def this_cpu() -> Path:
 
 
 def tiles(target: str = "cpu") -> list[int]:
-    """Of the variants of a norm."""
+    """Return the tiles of the variants that a norm launches."""
     with recording(target) as variants:
         weft.rms_norm(torch.empty(4, 256, device="meta"))
     return [dict(variant.constants)["TILE"] for variant in variants]  # type: ignore[misc]
 
 
-# ---- three places -----------------------------------------------------------------------------------------
+# ---- three sources ----------------------------------------------------------------------------------------
 
 
 def test_every_op_makes_choices() -> None:
-    """On an sm_90, by its workloads: nothing is launched that no file can change."""
+    """On sm_90 every op asks for a choice in its workloads: a file can change every launch."""
     target = Capabilities.of("sm_90")
     for op in catalogue:
-        found: set[str] = set()
+        names: set[str] = set()
         for workload in for_op(op)[:3]:
             with recording("sm_90"):
-                found |= {name for name, _ in asked(workload.make("meta"), target)}
-        assert found or not for_op(op), op
+                names |= {name for name, _ in asked(workload.make("meta"), target)}
+        assert names or not for_op(op), op
 
 
-def test_what_is_asked_is_a_config_within_its_limits() -> None:
+def test_default_configs_are_within_their_limits() -> None:
     for target in (*TARGETS, "cpu"):
         for op in catalogue:
             if not for_op(op) or not for_op(op)[0].runs_on(target):
@@ -83,7 +83,7 @@ def test_what_is_asked_is_a_config_within_its_limits() -> None:
                 one.check(one.fields_of(one.default(facts, Capabilities.of(target))))
 
 
-def test_rules_that_are_shipped_are_read() -> None:
+def test_shipped_rules_are_read() -> None:
     shipped = {name for name, one in choices.choices.items() if one.rules}
     assert shipped == {"attention", "matmul.many"}
 
@@ -105,7 +105,7 @@ def test_rules_that_are_shipped_are_read() -> None:
         ),
     ],
 )
-def test_a_mistake_in_rules_is_named(changed: dict[str, Any], said: str) -> None:
+def test_mistakes_in_rules_are_named(changed: dict[str, Any], said: str) -> None:
     table = {
         "config": ["m", "n", "num_warps", "num_stages"],
         "rules": [{"when": {}, "targets": {"": [64, 64, 4, 1]}}],
@@ -116,15 +116,15 @@ def test_a_mistake_in_rules_is_named(changed: dict[str, Any], said: str) -> None
         choices._rules(one, table | changed, Path("choices.json"))
 
 
-def test_a_choice_has_one_name() -> None:
-    with pytest.raises(ValueError, match="two choices"):
+def test_a_choice_is_declared_once() -> None:
+    with pytest.raises(ValueError, match="is declared twice"):
         choices.choice("norm.rows")(lambda target: None)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_tuned_is_launched_and_right(folder: Path) -> None:
+def test_tuned_choices_are_launched_and_correct(folder: Path) -> None:
     before = tiles()
     with choosing_for(devices.of_device(torch.device("cpu"))):
         assert tiles() == before == [256]
@@ -137,10 +137,10 @@ def test_what_is_tuned_is_launched_and_right(folder: Path) -> None:
         y = weft.rms_norm(torch.ones(3, 256))
     assert launched == [128]
     assert torch.allclose(y, torch.ones(3, 256))
-    assert tiles("sm_90") == [256], "the file of a device is not that of another target"
+    assert tiles("sm_90") == [256], "the file of a device does not serve another target"
 
 
-def test_a_workload_passes_its_check_with_what_is_tuned() -> None:
+def test_a_workload_passes_its_check_with_tuned_choices() -> None:
     workload = next(w for w in for_op("norm") if w.cols == 2048)
     target = replace(
         Capabilities.of("cpu"), tuned=Tuned({("norm.rows", (2048, 1)): {"tile": 256, "rows": 2}})
@@ -149,7 +149,7 @@ def test_a_workload_passes_its_check_with_what_is_tuned() -> None:
         accuracy(workload)
 
 
-def test_round_trip(folder: Path) -> None:
+def test_files_round_trip(folder: Path) -> None:
     path = tuned(folder / "some.json", rows=2, tile=512)
     other = ("norm.backward", (256,))
     write(path, "cpu", "", {other: {"config": {"tile": 64}, "gain": 1.2}})
@@ -168,26 +168,26 @@ def test_round_trip(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda found: "{", "is no file of `weft tune`"),
-        (lambda found: [], "is no file of `weft tune`"),
-        (lambda found: found | {"schema": 99}, "another format: 99"),
-        (lambda found: found | {"triton": "2.0"}, r"another Triton: 2\.0"),
-        (lambda found: found | {"sources": "?"}, "another Weft"),
-        (lambda found: found | {"choices": {"nothing": []}}, "there is no choice 'nothing'"),
-        (lambda found: _config(found, {"size": 1}), "norm.rows has no field 'size'"),
-        (lambda found: _config(found, {"tile": 100}), "must be a power of two"),
-        (lambda found: _config(found, {"tile": 1 << 20}), "from 64 to 16384"),
-        (lambda found: _config(found, {"tile": True}), "must be a power of two"),
+        (lambda content: "{", "is not a file of `weft tune`"),
+        (lambda content: [], "is not a file of `weft tune`"),
+        (lambda content: content | {"schema": 99}, "another format: 99"),
+        (lambda content: content | {"triton": "2.0"}, r"another Triton: 2\.0"),
+        (lambda content: content | {"sources": "?"}, "another Weft"),
+        (lambda content: content | {"choices": {"nothing": []}}, "there is no choice 'nothing'"),
+        (lambda content: _config(content, {"size": 1}), "norm.rows has no field 'size'"),
+        (lambda content: _config(content, {"tile": 100}), "must be a power of two"),
+        (lambda content: _config(content, {"tile": 1 << 20}), "from 64 to 16384"),
+        (lambda content: _config(content, {"tile": True}), "must be a power of two"),
         (
-            lambda found: found | {"choices": {"norm.rows": [{"facts": {"cols": 1}, "config": {}}]}},
+            lambda content: content | {"choices": {"norm.rows": [{"facts": {"cols": 1}, "config": {}}]}},
             "the facts of",
         ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(damage: Any, said: str, folder: Path) -> None:
     path = tuned(this_cpu(), device=devices.device_name(torch.device("cpu")))
-    found = damage(json.loads(path.read_text()))
-    path.write_text(found if isinstance(found, str) else json.dumps(found))
+    content = damage(json.loads(path.read_text()))
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     tuned_for.cache_clear()
     devices.of_device.cache_clear()
     with warnings.catch_warnings(record=True) as warned:
@@ -198,33 +198,33 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(damage: Any, sai
     (one,) = warned
     with pytest.raises(TilesError, match=said):
         read(path)
-    assert "run `weft tune` again, or remove it" in str(one.message)
+    assert "run `weft tune` again or remove it" in str(one.message)
 
 
-def _config(found: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    found["choices"]["norm.rows"][0]["config"] = fields
-    return found
+def _config(content: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    content["choices"]["norm.rows"][0]["config"] = fields
+    return content
 
 
-def test_a_file_that_is_written_again_keeps_nothing_of_another_weft(folder: Path) -> None:
+def test_rewriting_a_file_drops_entries_of_another_weft(folder: Path) -> None:
     path = tuned(folder / "old.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sources": "?"}))
     write(path, "cpu", "", {("norm.backward", (256,)): {"config": {"tile": 64}}})
     assert read(path)[1].keys() == {("norm.backward", (256,))}
 
 
-def test_devices_have_files_of_their_own(folder: Path) -> None:
+def test_devices_have_separate_files(folder: Path) -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
     for device, tile in zip(names, (128, 64), strict=True):
         tuned(path_for(device), "sm_90", device, tile=tile)
     assert len({path_for(device) for device in names}) == 2
-    found = [tuned_for("sm_90", device).find(*ROWS) for device in names]
-    assert found == [{"tile": 128}, {"tile": 64}]
+    configs = [tuned_for("sm_90", device).find(*ROWS) for device in names]
+    assert configs == [{"tile": 128}, {"tile": 64}]
     assert tuned_for("sm_90", "NVIDIA H800").find(*ROWS) is None
-    assert tuned_for("sm_90").find(*ROWS) is None, "a target has no file in a folder"
+    assert tuned_for("sm_90").find(*ROWS) is None, "a folder has no file of a target"
 
 
-def test_an_empty_variable_means_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_disables_tuning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = devices.device_name(torch.device("cpu"))
     tuned(this_cpu(), device=name)
     tuned_for.cache_clear()
@@ -236,7 +236,7 @@ def test_an_empty_variable_means_nothing(folder: Path, monkeypatch: pytest.Monke
         path_for(name)
 
 
-def test_many_processes_write_one_file(folder: Path) -> None:
+def test_concurrent_processes_write_one_file(folder: Path) -> None:
     path, children = folder / "shared.json", []
     for number in range(8):
         child = os.fork()
@@ -252,7 +252,7 @@ def test_many_processes_write_one_file(folder: Path) -> None:
 # ---- bundles ----------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_has_what_a_named_file_chooses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_uses_the_choices_of_a_named_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CHOICES", str(tuned(folder / "h100.json", "sm_90", "NVIDIA H100")))
     devices.of_target.cache_clear()
     tuned_for.cache_clear()
@@ -263,7 +263,7 @@ def test_a_bundle_has_what_a_named_file_chooses(folder: Path, monkeypatch: pytes
     assert dict(variant.constants)["TILE"] == 256
 
 
-def test_what_is_missing_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_kernel_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tuned(this_cpu(), device=devices.device_name(torch.device("cpu")), tile=64)
     for cached in (tuned_for, devices.of_device, devices.of_target):
         cached.cache_clear()
@@ -277,11 +277,11 @@ def test_what_is_missing_names_the_file(folder: Path, monkeypatch: pytest.Monkey
         weft.rms_norm(torch.ones(2, 256, dtype=torch.float16))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that somebody mistyped; the folder that is looked into unasked may well be missing."""
+def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped path warns; the default folder may be missing without a warning."""
     monkeypatch.setenv("WEFT_CHOICES", str(tmp_path / "no-such-file.json"))
     choices.tuned_for.cache_clear()
-    with pytest.warns(UserWarning, match=r"WEFT_CHOICES=.*no-such-file.json names no file and no folder"):
+    with pytest.warns(UserWarning, match=r"WEFT_CHOICES=.*no-such-file.json is neither a file nor a folder"):
         assert choices.tuned_for("cpu", "some device") is choices.NOTHING_TUNED
     monkeypatch.delenv("WEFT_CHOICES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))

@@ -1,6 +1,6 @@
-"""Every kernel, as the workloads launch it, built for seven GPUs that are not here, and what the binaries hold.
+"""Build every kernel, as the workloads launch it, for seven absent GPUs, and check the binaries.
 
-No spills, no float64, shared memory that the target has, sums of dots that are waited for, and global accesses 128 bits
+No spills, no float64, no more shared memory than the target has, waits for sums of dots, and global accesses 128 bits
 wide wherever rows are multiples of 16 elements. Nothing runs; the same kernels' results are tested on the CPU.
 """
 
@@ -31,9 +31,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def further(target: str) -> dict[Variant, str]:
-    """Calls that no workload makes and that ask most of the registers: every format whose copies come from one
-    pass, the norm around it at its largest."""
-    found: dict[Variant, str] = {}
+    """Return variants with the most register pressure, from calls that no workload makes: every format whose copies
+    come from one pass, and its norm at the largest size."""
+    names: dict[Variant, str] = {}
     x, weight = _empty(8192, 4096), _empty(4096)
     for spec in ("1x128", "128x128", "mx", "nvfp4", "tensor", "e2m1:mx:torchao", "int8:1x128:sglang"):
         calls = {
@@ -50,45 +50,45 @@ def further(target: str) -> dict[Variant, str]:
             with recording(target) as variants:
                 call()
             for variant in variants:
-                found.setdefault(variant, f"{name} {spec}")
-    return found
+                names.setdefault(variant, f"{name} {spec}")
+    return names
 
 
 def check(jobs: dict[tuple[Variant, str], str], spills: int = 0, **options: Any) -> None:
-    wrong = []
+    problems = []
     for (variant, target), result in zip(jobs, compile_all(list(jobs), **options), strict=True):
         name = f"{target} {variant.kernel} of {jobs[variant, target]}"
         if not isinstance(result, Binary):
-            wrong.append(f"{name}: {result}")
+            problems.append(f"{name}: {result}")
         else:
-            wrong += [f"{name}: {fault}" for fault in faults(variant, result, spills)]
-    assert not wrong, "\n".join(wrong)
+            problems += [f"{name}: {fault}" for fault in faults(variant, result, spills)]
+    assert not problems, "\n".join(problems)
 
 
 # ---- tests ----------------------------------------------------------------------------------------------------
 
-# Targets for which nearly all kernels are launched with the constants of another. `test_every_kernel_of_every_workload`
-# compiles all of them.
+# Targets that launch nearly all kernels with the constants of another. `test_every_kernel_of_every_workload` compiles
+# all of them.
 SIBLINGS = {"sm_89": "sm_80", "sm_100": "sm_90", "sm_120": "sm_90", "gfx950": "gfx942"}
 
 
 def fullest(variants: Iterable[Variant]) -> set[Variant]:
-    """Of each kernel, with a format and without, the variant with the most tensors; and the same among those whose rows
-    are multiples of 16 elements, of which wide accesses are expected."""
-    found: dict[tuple[str, bool, bool], tuple[int, Variant]] = {}
+    """Return, per kernel with and without a format, the variant with the most tensors; and likewise among those whose
+    rows are multiples of 16 elements, which must have wide accesses."""
+    best: dict[tuple[str, bool, bool], tuple[int, Variant]] = {}
     for variant in variants:
         constants = dict(variant.constants)
         tensors = sum(kind.startswith("*") for kind in variant.types().values())
         for wide in {False, constants.get("ALIGN", 16) == 16}:
             key = variant.kernel, constants.get("FORMAT") is not None, wide
-            if key not in found or found[key][0] < tensors:
-                found[key] = tensors, variant
-    return {variant for _, variant in found.values()}
+            if key not in best or best[key][0] < tensors:
+                best[key] = tensors, variant
+    return {variant for _, variant in best.values()}
 
 
 @cache
 def representative() -> tuple[Workload, ...]:
-    """The workloads that launch the fullest variants on sm_90, and among those that run on every target."""
+    """Return the workloads that launch the fullest variants on sm_90, overall and among those that run everywhere."""
     variants = collected(WORKLOADS, "sm_90")
     everywhere = collected((workload for workload in WORKLOADS if not workload.fp8_dot), "sm_90")
     chosen = {variants[variant] for variant in fullest(variants) | fullest(everywhere)}
@@ -97,16 +97,16 @@ def representative() -> tuple[Workload, ...]:
 
 @pytest.mark.slow
 def test_a_variant_of_every_kernel() -> None:
-    """On Hopper alone, of each kernel one of the fullest variants, with wide accesses if it has such. Families with a
-    `test_compiled.py` of their own are compiled there, with every change."""
+    """Per kernel one of the fullest variants compiles for Hopper, with wide accesses if there is such a variant.
+    Families with their own `test_compiled.py` are compiled there, after every change."""
     variants = collected(representative(), "sm_90")
     full = fullest(variants)
-    apart = tuple(f"weft.ops.{path.parent.name}." for path in OPS.glob("*/test_compiled.py"))
-    assert apart
-    chosen = [variant for variant in variants if variant in full and not variant.module.startswith(apart)]
+    elsewhere = tuple(f"weft.ops.{path.parent.name}." for path in OPS.glob("*/test_compiled.py"))
+    assert elsewhere
+    chosen = [variant for variant in variants if variant in full and not variant.module.startswith(elsewhere)]
     chosen.sort(key=lambda variant: dict(variant.constants).get("ALIGN", 16) == 16)
-    of_kernels = {variant.kernel: variant for variant in chosen}
-    check({(variant, "sm_90"): variants[variant] for variant in of_kernels.values()})
+    by_kernel = {variant.kernel: variant for variant in chosen}
+    check({(variant, "sm_90"): variants[variant] for variant in by_kernel.values()})
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_variant_of_every_kernel() -> None:
 def test_representative_kernels(target: str) -> None:
     variants = collected(representative(), target)
     chosen = fullest(variants)
-    if target in SIBLINGS:  # one variant of each kernel, and those that the sibling does not have
+    if target in SIBLINGS:  # one variant per kernel, and those that the sibling lacks
         siblings = collected(representative(), SIBLINGS[target])
         first = {variant.kernel: variant for variant in variants if variant in chosen}.values()
         chosen = {variant for variant in chosen if variant not in siblings or variant in first}
@@ -122,20 +122,20 @@ def test_representative_kernels(target: str) -> None:
 
 
 def test_representative_workloads_launch_every_kernel() -> None:
-    """On a GPU whose launches did not decide which workloads these are."""
+    """The choice of workloads was made on another GPU than this one."""
     every = {variant.kernel for variant in collected(WORKLOADS, "gfx942")}
     assert {variant.kernel for variant in collected(representative(), "gfx942")} == every
 
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_heads_are_moved_128_bits_at_a_time(target: str) -> None:
-    """Of the kernels that rotate: each thread has 16 bytes of every tile of a and of b, and of v."""
+    """Each thread of the rotating kernels moves 16 bytes of every tile of a, b and v."""
     named = [w for w in WORKLOADS if w.name == "linghe/qkv"]
     jobs = [(v, target) for v in collected(named, target) if v.kernel.startswith("qkv")]
     for (variant, _), binary in zip(jobs, compile_all(jobs), strict=True):
         assert isinstance(binary, Binary), binary
         backward = variant.kernel == "qkv_backward_kernel"
-        # a and b of q and k, twice with the input of the norm; v is two tiles as wide
+        # a and b of q and k, twice with the norm's input; v is two tiles of this width
         assert binary.loads[128] >= (10 if backward else 6), binary.loads
         assert binary.stores[128] == 6, binary.stores
         assert set(binary.stores) <= ({32, 128} if backward else {128}), binary.stores
@@ -150,13 +150,13 @@ def test_every_kernel_of_every_workload(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_calls_that_no_workload_makes(target: str) -> None:
-    # Not free of spills yet: norms that make both copies in e2m1, worst the layer norm to e2m1:mx on sm_100 with 284
-    # bytes, of 128 registers. A limit keeps it from growing.
+    # Not free of spills yet: norms that write both copies in e2m1; the worst, the layer norm to e2m1:mx on sm_100,
+    # spills 284 bytes with 128 registers. The limit keeps it from growing.
     check({(variant, target): name for variant, name in further(target).items()}, spills=300, timeout=300)
 
 
 def _layouts_of_sums(variant: Variant, target: str) -> list[str]:
-    """How the numbers of each sum of floats lie in registers, which decides the order of adding."""
+    """Return the register layouts of each sum of floats, which determine the order of addition."""
     text = ttgir_of(variant, target)
     names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
     reductions = re.findall(r'"tt\.reduce"\([^)]*\).*?\n(.*?)\}\) : \(([^)]*)\)', text, re.DOTALL)
@@ -171,20 +171,21 @@ def _layouts_of_sums(variant: Variant, target: str) -> list[str]:
 @pytest.mark.parametrize(
     ("norm", "spec"), [(weft.rms_norm, "1x128"), (weft.layer_norm, "nvfp4")], ids=["1x128", "nvfp4"]
 )
-def test_rows_are_added_up_alike_with_a_columnwise_copy(norm: Any, spec: str, target: str) -> None:
-    """So that the row-wise copy is the same with one and without: what a pass stores decides how its tiles lie."""
+def test_rows_are_summed_alike_with_a_columnwise_copy(norm: Any, spec: str, target: str) -> None:
+    """The rowwise copy is the same with and without a columnwise one, although what a pass stores affects its
+    layouts."""
     x = _empty(512, 2048)
-    found = []
+    layouts = []
     for columnwise in (False, True):
         with recording(target) as variants:
             norm(x, residual=x, quantize=spec, columnwise=columnwise)
-        found.append(_layouts_of_sums(variants[0], target))
-    alone, both = found
+        layouts.append(_layouts_of_sums(variants[0], target))
+    alone, both = layouts
     assert len(alone) == 1 + (norm is weft.layer_norm)
     assert alone == both
     with recording(target) as variants:
         norm(x, out_dtype=torch.float32)
-    assert _layouts_of_sums(variants[0], target) != alone or spec == "nvfp4", "layouts are told apart"
+    assert _layouts_of_sums(variants[0], target) != alone or spec == "nvfp4", "layouts differ"
 
 
 def _stripe(target: str) -> Variant:
@@ -198,7 +199,7 @@ def _changed(variant: Variant, **constants: object) -> Variant:
     return replace(variant, constants=tuple({**dict(variant.constants), **constants}.items()))
 
 
-def test_what_should_not_be_is_noticed() -> None:
+def test_faults_of_binaries_are_detected() -> None:
     good = _stripe("sm_90")
     crowded = replace(_changed(good, TILE=128), num_warps=2)
     jobs = [
@@ -213,7 +214,7 @@ def test_what_should_not_be_is_noticed() -> None:
     assert any("spilled" in fault for fault in faults(crowded, spilled))
     for binary in (unaligned, odd, thin):
         assert any("by bits" in fault for fault in faults(good, binary)), binary
-    # Of a variant that is not aligned, no width is expected.
+    # No width is expected of a variant that is not aligned.
     assert not faults(jobs[1][0], unaligned)
     fine = replace(thin, loads={128: 2}, stores={8: 2, 128: 2})
     assert not faults(good, fine)

@@ -1,4 +1,4 @@
-"""Weft's ops on an emulated GPU: what is chosen for it is launched on it, by the same path as on a real one."""
+"""Weft's ops on an emulated GPU: its choices are launched on it, by the same path as on a real one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_an_op_is_launched_on_the_emulated_gpu(target: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, before, strict=True))
 
 
-def test_it_moves_what_loom_counts() -> None:
-    """The bytes that lanes ask for are those of the kernel's loads and stores: no thread loads what another one has."""
+def test_the_emulator_moves_the_bytes_that_loom_counts() -> None:
+    """Lanes request exactly the bytes of the kernel's loads and stores: no thread loads what another one has."""
     with triton_loom.count() as counted, choosing_for("sm_80"):
         norm()
     with triton_loom.emulate("sm_80", counters=True) as gpu:
@@ -54,17 +54,17 @@ def test_it_moves_what_loom_counts() -> None:
 def test_capabilities_are_those_of_the_emulated_gpu() -> None:
     for target, device in DEVICES.items():
         with triton_loom.emulate(target):
-            known = capabilities_of(CPU)
-            assert known == Capabilities.of(target)
-            assert known.multiprocessors == device.multiprocessors
-            assert known.shared_bytes == device.shared_per_block
+            capabilities = capabilities_of(CPU)
+            assert capabilities == Capabilities.of(target)
+            assert capabilities.multiprocessors == device.multiprocessors
+            assert capabilities.shared_bytes == device.shared_per_block
             with choosing_for("gfx942"):
                 assert capabilities_of(CPU).target == "gfx942"
     assert capabilities_of(CPU) == Capabilities.of("cpu")
 
 
-def test_tensors_that_are_reached_by_addresses_in_memory() -> None:
-    """A list of tensors of any length goes to one kernel, which reads their addresses from a table."""
+def test_tensors_whose_addresses_are_in_memory() -> None:
+    """A tensor list of any length goes to one kernel, which reads the addresses from a table."""
     tensors = [torch.full((length,), 2.0) for length in (1, 100, 3)]
     with triton_loom.emulate("sm_80"):
         total = weft.grad_norm(tensors)

@@ -19,7 +19,7 @@ from weft.runtime import observing
 
 
 def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernels and PyTorch's own operations, views and in-place ones among them."""
+    """Mix kernels and PyTorch's own operations, including views and in-place ones."""
     y, h = weft.rms_norm(x, residual=residual)
     gate = (y.view(len(y), 2, -1)[:, 0] * 2).clamp_(max=3)
     h = h + 1
@@ -27,7 +27,7 @@ def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return weft.glu(torch.cat([gate, gate], -1)), h
 
 
-def test_a_replay_is_a_call() -> None:
+def test_a_replay_computes_what_a_call_computes() -> None:
     calls = 0
 
     def counted(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def test_a_replay_is_a_call() -> None:
     assert calls == 1, "a replay ran the function"
 
 
-def test_memory_stays() -> None:
+def test_replays_reuse_the_memory_of_the_recording() -> None:
     """Pointers of launches and results are those of the recording."""
     step = weft.capture(layer, *torch.randn(2, 8, 64))
     seen: list[list[int]] = []
@@ -51,18 +51,18 @@ def test_memory_stays() -> None:
     def note(launch: Any, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
         seen[-1].extend(p.data_ptr() for p in pointers if p is not None)
 
-    places = []
+    addresses = []
     for _ in range(3):
         seen.append([])
         with observing(note):
             result = step(*torch.randn(2, 8, 64))
-        places.append([part.data_ptr() for part in result])
+        addresses.append([part.data_ptr() for part in result])
     assert seen[0]
     assert seen[0] == seen[1] == seen[2]
-    assert places[0] == places[1] == places[2]
+    assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_nothing_is_allocated_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     step = weft.capture(lambda x: weft.quantize(x, "1x128"), torch.randn(4, 256))
     x = torch.randn(4, 256)
     wanted = weft.quantize(x, "1x128")
@@ -74,7 +74,7 @@ def test_nothing_is_allocated_by_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 16])
-def test_rows_are_put_into_the_smallest_recording(rows: int) -> None:
+def test_rows_go_into_the_smallest_recording_that_fits(rows: int) -> None:
     weight = torch.randn(64)
     step = weft.capture(lambda x, w: weft.rms_norm(x, w), torch.randn(2, 64), weight, sizes=(16, 4))
     for _ in range(2):
@@ -103,8 +103,8 @@ def fills_a_part(x: Tensor) -> Tensor:
     return y
 
 
-READS = "reads numbers on the host"
-SHAPES = "shape that depends on numbers"
+READS = "reads values on the host"
+SHAPES = "shape that depends on values"
 CHANGES = "changes input 0 in place"
 # Two of four rows begin with a positive number.
 X = torch.tensor([[1.0, 1, 2, 3], [-1, 2, 3, 3], [2, 3, 4, 3], [-3, 4, 5, 3]])
@@ -138,7 +138,7 @@ BAKED_IN: dict[str, tuple[Any, str]] = {
     "argwhere": (lambda x: torch.argwhere(x > 0), SHAPES),
     "unique": (lambda x: x.unique(), SHAPES),
     "unique rows": (lambda x: x.unique(dim=0), SHAPES),
-    "unique neighbours": (lambda x: x.flatten().unique_consecutive(), SHAPES),
+    "unique neighbors": (lambda x: x.flatten().unique_consecutive(), SHAPES),
     "masked_select": (lambda x: x.masked_select(x > 0), SHAPES),
     "repeat_interleave": (lambda x: x.repeat_interleave(x[:, 1].long(), 0), SHAPES),
     "bincount": (lambda x: x[:, 1].long().bincount(), SHAPES),
@@ -146,20 +146,20 @@ BAKED_IN: dict[str, tuple[Any, str]] = {
     "an input that is written to": (lambda x: x.index_fill_(0, torch.tensor([0]), 0.0), CHANGES),
     "a view of an input": (lambda x: x[0].zero_(), CHANGES),
     "an input as out": (lambda x: torch.add(x, 1, out=x), CHANGES),
-    "a seed": (draws_after_a_seed, "setting a seed is Python"),
-    "a seed between": (draws_after_two_seeds, "setting a seed is Python"),
+    "a seed": (draws_after_a_seed, "setting a seed happens in Python"),
+    "a seed between": (draws_after_two_seeds, "setting a seed happens in Python"),
     "a generator": (lambda x: x + torch.rand(4, 4, generator=torch.Generator()), "with a generator"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("case", BAKED_IN)
-def test_what_a_replay_would_get_wrong_is_refused(case: str) -> None:
-    """Numbers that Python read were those of the example in every replay, and so were shapes."""
+def test_operations_that_a_replay_would_get_wrong_are_refused(case: str) -> None:
+    """Every replay would reuse the values that Python read from the example, and the shapes."""
     fn, said = BAKED_IN[case]
     with pytest.raises(RuntimeError, match=said):
         weft.capture(fn, X)
-    fn(X.clone())  # in a call it works
+    fn(X.clone())  # works in a direct call
 
 
 REPLAYED: dict[str, Any] = {
@@ -190,7 +190,7 @@ def assigned(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", REPLAYED)
-def test_what_a_replay_gets_right_is_served(case: str) -> None:
+def test_operations_that_a_replay_gets_right_are_served(case: str) -> None:
     fn = REPLAYED[case]
     step = weft.capture(fn, X)
     for seed in range(3):
@@ -198,7 +198,7 @@ def test_what_a_replay_gets_right_is_served(case: str) -> None:
         assert torch.equal(step(x.clone()), fn(x))
 
 
-def test_random_numbers_are_drawn_anew() -> None:
+def test_replays_draw_new_random_numbers() -> None:
     """A replay draws what a call would draw, from PyTorch's generator."""
 
     def noisy(x: Tensor) -> Tensor:
@@ -213,18 +213,18 @@ def test_random_numbers_are_drawn_anew() -> None:
     assert not torch.equal(*wanted)
 
 
-def test_a_shape_that_no_list_knows_is_noticed_by_the_replay() -> None:
-    """An op of somebody else's, which does not say that its shape depends on numbers."""
+def test_an_undeclared_dynamic_shape_is_detected_by_the_replay() -> None:
+    """A foreign op does not declare that its shape depends on values."""
     library = torch.library.Library("weft_test_graphs", "DEF")  # type: ignore[no-untyped-call]
     library.define("positive(Tensor x) -> Tensor")
     library.impl("positive", lambda x: x[x > 0].clone(), "CompositeExplicitAutograd")
     step = weft.capture(lambda x: torch.ops.weft_test_graphs.positive(x), X)
     assert torch.equal(step(X * 2), (X * 2)[X > 0])
-    with pytest.raises(RuntimeError, match="its shape depends on numbers"):
+    with pytest.raises(RuntimeError, match="its shape depends on values"):
         step(-X.abs())
 
 
-def test_an_op_that_gives_a_number_is_refused() -> None:
+def test_an_op_that_returns_a_float_is_refused() -> None:
     library = torch.library.Library("weft_test_number", "DEF")  # type: ignore[no-untyped-call]
     library.define("largest(Tensor x) -> float")
     library.impl("largest", lambda x: float(x.max()), "CompositeExplicitAutograd")
@@ -246,12 +246,12 @@ def launched_by_triton(x: Tensor) -> Tensor:
 
 
 def test_a_launch_that_is_not_recorded_is_refused() -> None:
-    """On the CPU a tape sees Weft's launches alone: a replay left the memory of others as it was."""
-    with pytest.raises(RuntimeError, match="_twice was launched by Triton itself"):
+    """On the CPU a tape sees only Weft's launches: a replay would leave the memory of others unchanged."""
+    with pytest.raises(RuntimeError, match="_twice was launched directly by Triton"):
         weft.capture(launched_by_triton, X)
 
 
-def test_a_launch_inside_of_an_op_is_replayed() -> None:
+def test_a_launch_inside_an_op_is_replayed() -> None:
     library = torch.library.Library("weft_test_launch", "DEF")  # type: ignore[no-untyped-call]
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", launched_by_triton, "CompositeExplicitAutograd")
@@ -260,7 +260,7 @@ def test_a_launch_inside_of_an_op_is_replayed() -> None:
 
 
 def test_a_qtensor_is_replayed() -> None:
-    """It goes to the ops by way of the dispatcher."""
+    """QTensors reach the ops through the dispatcher."""
     weight = weft.quantize(torch.randn(4, 128), "1x128")
 
     def attended(x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def test_a_qtensor_is_replayed() -> None:
 
 
 def test_a_result_is_cut_by_how_it_depends_on_rows() -> None:
-    """A result whose length was that of the recording by chance was cut, too."""
+    """A result that has the recording's length only by chance is not cut."""
     weight = torch.randn(8, 8)
     step = weft.capture(lambda x: (x + 1, weight * 2, x.t() * 2, x[:, 0]), torch.randn(8, 8), sizes=(8,))
     for rows in (8, 3, 1, 5):
@@ -312,8 +312,8 @@ MIXED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 8)])
 @pytest.mark.parametrize("case", MIXED)
-def test_results_that_padding_would_change_are_refused(case: str, sizes: tuple[int, ...]) -> None:
-    """Those of as many rows as a recording are right."""
+def test_results_that_padding_changes_are_refused(case: str, sizes: tuple[int, ...]) -> None:
+    """Results with as many rows as a recording are right."""
     fn, said = MIXED[case]
     step = weft.capture(fn, torch.randn(8, 8), sizes=sizes)
     for rows in sizes:
@@ -324,15 +324,15 @@ def test_results_that_padding_would_change_are_refused(case: str, sizes: tuple[i
         step(torch.randn(3, 8))
 
 
-def test_rows_that_are_random_are_cut() -> None:
-    """Of these nothing can be told by comparing replays, and they are not refused."""
+def test_random_rows_are_cut() -> None:
+    """Comparing replays says nothing about random rows, so they are not refused."""
     step = weft.capture(lambda x: x + torch.rand_like(x), torch.zeros(4, 8), sizes=(4,))
     got = step(torch.zeros(3, 8))
     assert got.shape == (3, 8)
     assert got.unique().numel() > 20
 
 
-def test_finding_out_about_rows_leaves_memory_as_a_call_leaves_it() -> None:
+def test_probing_the_dependence_on_rows_leaves_memory_like_a_call() -> None:
     cache = torch.zeros(6, 8)
 
     def write(x: Tensor, slots: Tensor) -> Tensor:
@@ -355,30 +355,30 @@ def test_finding_out_about_rows_leaves_memory_as_a_call_leaves_it() -> None:
             (torch.ones(3), 2),
             {},
             TypeError,
-            "input 1 is a int; what may vary must be a tensor",
+            "input 1 is a int; whatever varies must be a tensor",
         ),
         (lambda x: 3, (torch.ones(3),), {}, TypeError, "returns a int; it must return tensors"),
-        (lambda x: x, (torch.tensor(1.0),), {"sizes": (4,)}, ValueError, "the first example has none"),
-        (lambda x: list(x), (torch.ones(3),), {"sizes": (4,)}, TypeError, "another number of tensors"),
+        (lambda x: x, (torch.tensor(1.0),), {"sizes": (4,)}, ValueError, "the first example is a scalar"),
+        (lambda x: list(x), (torch.ones(3),), {"sizes": (4,)}, TypeError, "a different number of tensors"),
     ],
 )
-def test_what_cannot_be_captured_is_refused(
+def test_functions_that_cannot_be_captured_are_refused(
     fn: Any, examples: Any, options: Any, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
         weft.capture(fn, *examples, **options)
 
 
-def test_other_inputs_are_refused() -> None:
+def test_inputs_that_differ_from_the_examples_are_refused() -> None:
     step = weft.capture(lambda x: x + 1, torch.ones(3, 2), sizes=(4, 8))
-    with pytest.raises(ValueError, match=r"input 0 has shape \(3, 5\), captured was \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"input 0 has shape \(3, 5\), but \(3, 2\) was captured"):
         step(torch.ones(3, 5))
     with pytest.raises(ValueError, match=r"input 0 has dtype torch.float64"):
         step(torch.ones(3, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"9 rows are more than the largest of sizes=\(4, 8\)"):
         step(torch.ones(9, 2))
-    with pytest.raises(TypeError, match="1 inputs were captured, 2 are given"):
+    with pytest.raises(TypeError, match="1 inputs were captured, but 2 were passed"):
         step(torch.ones(3, 2), torch.ones(3, 2))
     fixed = weft.capture(lambda x: x + 1, torch.ones(3, 2))
-    with pytest.raises(ValueError, match=r"has shape \(4, 2\), captured was \(3, 2\): capture it again"):
+    with pytest.raises(ValueError, match=r"has shape \(4, 2\), but \(3, 2\) was captured: capture again"):
         fixed(torch.ones(4, 2))

@@ -1,4 +1,4 @@
-"""Imports point one way: down the list of layers, and in no circle, imports inside of functions included."""
+"""Layering of the package: imports point down the list of layers, without cycles, including imports in functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import weft
 
-# From the bottom to the top. A module belongs to the longest name that it begins with; "weft" is the package itself.
+# From bottom to top. A module belongs to the longest prefix of its name; "weft" is the package itself.
 LAYERS = (
     "weft.language",
     "weft.tiles",
@@ -44,24 +44,24 @@ MODULES = {
 
 
 def imported(module: str, file: Path, known: Container[str] = MODULES) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of what a module imports from the package when it runs; imports for type checkers are left
-    out."""
+    """Yield (module, name) of what a module imports from the package at run time; imports for type checkers are
+    excluded."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    unread = [ast.parse(file.read_text())]
-    while unread:
-        node = unread.pop()
+    pending = [ast.parse(file.read_text())]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            unread += node.orelse
+            pending += node.orelse
             continue
-        unread += ast.iter_child_nodes(node)
+        pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                found = [name for name in (f"{base}.{alias.name}", base) if name in known]
-                yield from ((name, alias.name) for name in found[:1])
+                matches = [name for name in (f"{base}.{alias.name}", base) if name in known]
+                yield from ((name, alias.name) for name in matches[:1])
 
 
 def layer_of(module: str) -> str:
@@ -76,7 +76,7 @@ def test_imports_point_down(module: str) -> None:
         assert allowed, f"{module} imports {name}, which is above it"
 
 
-def test_no_imports_in_a_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {
         module: {
             name
@@ -85,7 +85,7 @@ def test_no_imports_in_a_circle() -> None:
         }
         for module, file in MODULES.items()
     }
-    assert sum(map(len, graph.values())) > 500, "the imports are seen"
+    assert sum(map(len, graph.values())) > 500, "too few imports were found"
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -103,7 +103,7 @@ def test_no_private_name_crosses_a_file() -> None:
 
 
 def test_lower_layers_name_no_op() -> None:
-    """Neither the runtime nor the number formats know an op by its name: ops register what others need of them."""
+    """Neither the runtime nor the number formats name an op: ops register what others need from them."""
     for module, file in MODULES.items():
         if layer_of(module) in ("weft.runtime", "weft.quant", "weft.tiles"):
             nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -118,7 +118,7 @@ def test_lower_layers_name_no_op() -> None:
 
 
 def test_the_library_does_not_load_the_laboratory() -> None:
-    """Every public name is looked up, and the commands of the library are loaded."""
+    """Look up every public name and load the library's own commands."""
     script = (
         "import sys, weft, weft.nn, weft.aot, weft.cli.doctor, weft.cli.aot\n"
         "[getattr(weft, name) for name in weft.__all__]\n"
@@ -127,7 +127,7 @@ def test_the_library_does_not_load_the_laboratory() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
-def test_a_circle_and_an_import_from_above_are_noticed(tmp_path: Path) -> None:
+def test_imports_in_functions_and_of_types_are_parsed(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def later():\n    from .b import x\n")
     (tmp_path / "b.py").write_text("from . import a\nif TYPE_CHECKING:\n    from .c import y\n")
     known = {f"p.{file.stem}": file for file in tmp_path.iterdir()} | {"p.c": tmp_path / "c.py"}

@@ -1,4 +1,4 @@
-"""A machine that lacks Triton, Loom or a compiler: every op works in plain PyTorch, and one warning says so once."""
+"""A machine without Triton, Loom or a compiler: every op runs in plain PyTorch, and one warning says so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except RuntimeError as error:
     print("done")
 """
 
-# Prints the warnings of calls that nobody asked to run in plain PyTorch, and the error of one that must not.
+# Prints the warnings of calls that fall back to plain PyTorch unasked, and the error of a call that must not.
 WARNED = """
 import threading, warnings
 import torch, weft
@@ -70,19 +70,19 @@ except RuntimeError as error:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    """For programs that may find everything imported."""
+    """Fork a process for programs that may find everything imported."""
     with Forks(*IMPORTED, PYTHONPATH=os.pathsep.join(sys.path)) as forks:
         yield forks
 
 
 @pytest.fixture(scope="module")
 def forks_of_torch() -> Iterator[Forks]:
-    """For programs that import Weft themselves."""
+    """Fork a process for programs that import Weft themselves."""
     with Forks("torch") as forks:
         yield forks
 
 
-def test_without_triton_everything_works(tmp_path: Path, forks_of_torch: Forks) -> None:
+def test_everything_works_without_triton(tmp_path: Path, forks_of_torch: Forks) -> None:
     (script := tmp_path / "script.py").write_text(without(("triton", "triton_loom"), ALL_WORKS))
     done = forks_of_torch.run(script)
     assert done.stdout == "done\n", done.stderr
@@ -94,7 +94,7 @@ def test_without_triton_everything_works(tmp_path: Path, forks_of_torch: Forks) 
     [
         (("triton_loom",), {}, "install Loom, `pip install .*`, and a C\\+\\+ compiler"),
         (("triton", "triton_loom"), {}, "Triton is missing or does not import; `weft doctor` says what to install"),
-        ((), {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET=1 turns kernels off; unset it"),
+        ((), {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET=1 disables kernels; unset it"),
         ((), {"PATH": "", "CXX": ""}, "Loom turns Triton kernels into C\\+\\+ and found no compiler(.|\n)*apt install"),
         ((), {"PATH": "", "CXX": "/nonexistent"}, "CXX=/nonexistent names no program that can be run: unset it"),
     ],
@@ -104,9 +104,9 @@ def test_ops_in_plain_pytorch_warn_once_and_say_what_is_missing(
     tmp_path: Path, forks: Forks, forks_of_torch: Forks, missing: tuple[str, ...],
     environment: dict[str, str], reason: str,
 ) -> None:  # fmt: skip
-    """Ops that the caller put into `weft.backend("reference")` warn of nothing, and neither do meta tensors."""
+    """Neither ops inside `weft.backend("reference")` nor meta tensors cause a warning."""
     (script := tmp_path / "script.py").write_text(without(missing, WARNED) if missing else WARNED)
-    imports = missing or "TRITON_INTERPRET" in environment  # while Weft is imported, it is found out
+    imports = missing or "TRITON_INTERPRET" in environment  # detected while Weft is imported
     done = (forks_of_torch if imports else forks).run(script, CC="", **environment)
     assert done.returncode == 0, done.stderr
     warning, _, error = done.stdout.partition(
@@ -114,7 +114,7 @@ def test_ops_in_plain_pytorch_warn_once_and_say_what_is_missing(
     )
     assert warning.count("RuntimeWarning") == 1
     assert re.match(
-        "RuntimeWarning Weft's ops on cpu tensors run in plain PyTorch .WEFT_BACKEND=reference chooses that without "
+        "RuntimeWarning Weft's ops on cpu tensors run in plain PyTorch .WEFT_BACKEND=reference does so without "
         f"this warning.\\. For kernels: {reason}",
         warning,
     )

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not there, and what is read off the binaries."""
+"""Compilation for absent GPUs, and facts read from the binaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.runtime.variant import TARGETS, Variant, build_variant, triton_target
 
 
 def variant(kernel: str, types: str, *constants: object, warps: int = 4) -> Variant:
-    """`types` as "x:*bf16 n:i32 BLOCK": a parameter without a type is a constexpr."""
+    """Build a variant from `types` such as "x:*bf16 n:i32 BLOCK": a parameter without a type is a constexpr."""
     pairs = [part.partition(":") for part in types.split()]
     signature = tuple((name, kind or "constexpr") for name, _, kind in pairs)
     names = [name for name, kind in signature if kind == "constexpr"]
@@ -68,11 +68,11 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def binaries() -> dict[tuple[Variant, str], Binary]:
-    found = {}
+    compiled = {}
     for job, result in zip(JOBS, compile_all(JOBS), strict=True):
         assert isinstance(result, Binary), result
-        found[job] = result
-    return found
+        compiled[job] = result
+    return compiled
 
 
 Binaries = dict[tuple[Variant, str], Binary]
@@ -103,7 +103,7 @@ def test_unknown_alignment_gives_narrow_accesses(binaries: Binaries, narrow: Var
 @pytest.mark.parametrize(("job", "bound"), [((SPILL_NVIDIA, "sm_90"), 255), ((SPILL_AMD, "gfx942"), 512)])
 def test_register_pressure_spills(binaries: Binaries, job: tuple[Variant, str], bound: int) -> None:
     binary = binaries[job]
-    # Each thread holds 256 values and has 128 registers: at least 128 values of 4 bytes have to go.
+    # Each thread holds 256 values and has 128 registers: at least 128 values of 4 bytes must be spilled.
     assert binary.spill_bytes >= 512
     assert binary.stack >= 512
     assert 0 < binary.registers <= bound
@@ -112,20 +112,20 @@ def test_register_pressure_spills(binaries: Binaries, job: tuple[Variant, str], 
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_fp64_arithmetic_is_told_from_moves(binaries: Binaries, target: str) -> None:
+def test_fp64_arithmetic_is_distinguished_from_moves(binaries: Binaries, target: str) -> None:
     assert binaries[FP64, target].uses_fp64
     assert not binaries[FP32, target].uses_fp64
     assert not binaries[FP64_MOVED, target].uses_fp64
 
 
-def test_opcodes(binaries: Binaries) -> None:
+def test_opcodes_are_counted(binaries: Binaries) -> None:
     assert binaries[MATMUL, "sm_90"].count("HGMMA") > 0
     assert binaries[MATMUL, "gfx942"].count("v_mfma") > 0
     assert binaries[COPY, "sm_90"].count("HGMMA") == 0
     assert binaries[COPY, "sm_90"].opcodes["LDG.E.128"] == 2
 
 
-def test_sums_that_are_not_waited_for(binaries: Binaries) -> None:
+def test_missing_waits_for_sums_are_detected(binaries: Binaries) -> None:
     assert not binaries[MATMUL, "sm_100"].early_accesses
     wrong = triton.__version__.startswith(("3.7.", "3.8."))
     assert bool(binaries[TWO_PRODUCTS, "sm_100"].early_accesses) == wrong
@@ -147,8 +147,8 @@ def test_small_tensors_allow_buffer_instructions(binaries: Binaries) -> None:
     assert binaries[SMALL, "gfx942"].loads == {128: 1}
 
 
-@pytest.mark.usefixtures("binaries")  # so that what is compiled again comes from the cache
-def test_failures_concern_their_own_variant() -> None:
+@pytest.mark.usefixtures("binaries")  # so that recompilations come from the cache
+def test_failures_affect_only_their_own_variant() -> None:
     e4m3 = variant("copy", "x:*fp8e4nv y:*fp8e4nv n:i32 BLOCK", 2048)
     ptx = variant("inline_ptx", "x:*fp32 BLOCK", 128)
     gcn = variant("inline_gcn", "x:*fp32 BLOCK", 128)
@@ -193,7 +193,7 @@ def test_failures_concern_their_own_variant() -> None:
 
 
 @pytest.mark.usefixtures("binaries")
-def test_a_compilation_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_compilation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
     class Noted(offline._Worker):
@@ -202,7 +202,7 @@ def test_a_compilation_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -
             started.append(self.process.pid)
 
     monkeypatch.setattr(offline, "_Worker", Noted)
-    monkeypatch.setattr(offline, "_memory_of", lambda variant, target: None)
+    monkeypatch.setattr(offline, "_figures_file", lambda variant, target: None)
     endless = variant("endless", "x:*fp32 COUNT", 10**7)
     begin = time.monotonic()
     stopped, after = compile_all([(endless, "gfx942"), (COPY, "gfx942")], timeout=3)
@@ -217,7 +217,7 @@ def test_a_compilation_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("binaries")
-def test_results_are_in_order_whoever_compiles(binaries: Binaries) -> None:
+def test_results_are_in_order_with_several_workers(binaries: Binaries) -> None:
     jobs = [(COPY, target) for target in reversed(TARGETS)]
     results = compile_all(jobs, workers=2)
     assert [result.target for result in results] == list(reversed(TARGETS))
@@ -226,7 +226,7 @@ def test_results_are_in_order_whoever_compiles(binaries: Binaries) -> None:
         assert replace(result, seconds=0.0) == replace(binaries[job], seconds=0.0)
 
 
-def test_nothing_to_do_and_wrong_arguments() -> None:
+def test_no_jobs_and_wrong_arguments() -> None:
     assert compile_all([]) == []
     with pytest.raises(ValueError, match="sm_75"):
         compile_all([(COPY, "sm_75")])
@@ -296,8 +296,8 @@ def test_widths_of_amd(opcode: str, access: tuple[str, int] | None) -> None:
     assert machine_code.classify_amd(opcode) == access
 
 
-def test_codes_are_disassembled_together_as_they_are_alone(tmp_path: Path) -> None:
-    """And what is no code of the target is told apart from its neighbours."""
+def test_codes_are_disassembled_together_as_if_alone(tmp_path: Path) -> None:
+    """Bytes that are not code of the target are reported apart from their neighbors."""
     binary = build_variant(COPY, triton_target("sm_90")).asm["cubin"]
     code = machine_code.instructions(binary)
     path = tmp_path / "kernel.cubin"
@@ -334,13 +334,13 @@ def test_fp64_in_ptx(line: str, arithmetic: bool) -> None:
 
 
 def test_structs_are_compiled() -> None:
-    """A variant with members that are absent, of known alignment, goes to the child and comes back as a binary."""
+    """A variant with absent members and known alignment goes to the child and returns as a binary."""
     x = torch.empty(4, 1024, dtype=torch.float32, device="meta")
-    given = struct_kernel.arguments(
+    arguments = struct_kernel.arguments(
         x=Rows(x, 1024), count=1024, y=Scaled(Rows(x, 1024), 2.0, None), offset=1.0, extra_ptr=None
     )
     with recording("sm_90") as variants:
-        Launch.of(struct_kernel, TILE=1024)((4, 1, 1), *given)
+        Launch.of(struct_kernel, TILE=1024)((4, 1, 1), *arguments)
     variant = replace(variants[0], divisible=("x.stride", "y.rows.stride", "count"))
     unknown = replace(variant, divisible=("x.strides",))
     *binaries, refused = compile_all([(variant, "sm_90"), (variant, "gfx950"), (unknown, "sm_90")])

@@ -1,4 +1,4 @@
-"""Ops as their arguments and outputs define them: schemas, mistakes in a definition, results in given memory."""
+"""Ops defined by their arguments and outputs: schemas, mistakes in definitions, results in given memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allocate(a: ScaleArgs) -> ScaleOutputs:
 
 
 def launch(o: ScaleOutputs, a: ScaleArgs) -> None:
-    raise AssertionError("there is no kernel")
+    raise AssertionError("the op has no kernel")
 
 
 def defined(
@@ -67,9 +67,9 @@ def defined(
 @pytest.fixture(scope="module")
 def scale() -> Iterator[Op[Any, Any]]:
     def gradients(b: Backward) -> Gradients:
-        wrong = {"offset": b.grads.y}  # there is no argument of this name
-        right = {"x": b.grads.y * b.kept.by.factor, "by_offset": b.grads.y}
-        return wrong if b.kept.by.factor == 0.0 else right
+        misnamed = {"offset": b.grads.y}  # no argument has this name
+        named = {"x": b.grads.y * b.kept.by.factor, "by_offset": b.grads.y}
+        return misnamed if b.kept.by.factor == 0.0 else named
 
     op = defined("test_scale", keep=lambda a, o: a, backward=gradients)
     with weft.backend("reference"):
@@ -77,7 +77,7 @@ def scale() -> Iterator[Op[Any, Any]]:
     del catalogue["test_scale"]
 
 
-def test_a_schema_is_made_of_annotations() -> None:
+def test_a_schema_follows_from_annotations() -> None:
     assert Fields(ScaleArgs).schema == "Tensor x, float by_factor, Tensor? by_offset, bool wants_sign"
 
     class Every(NamedTuple):
@@ -97,7 +97,7 @@ def test_a_schema_is_made_of_annotations() -> None:
     )
 
 
-def test_leaves_and_back() -> None:
+def test_flattening_and_building_are_inverse() -> None:
     fields = Fields(ScaleArgs)
     x, offset = torch.ones(2), torch.zeros(2)
     a = ScaleArgs(x, Scaling(2.0, offset), True)
@@ -109,7 +109,7 @@ def test_leaves_and_back() -> None:
     assert fields.from_present(present, [x, 2.0, False]) == ScaleArgs(x, Scaling(2.0, None), False)
 
 
-def test_what_no_schema_has_is_refused() -> None:
+def test_types_without_a_schema_are_refused() -> None:
     class Strange(NamedTuple):
         x: Tensor
         kind: dict[str, int]
@@ -118,9 +118,11 @@ def test_what_no_schema_has_is_refused() -> None:
         by_factor: float
         by: Scaling
 
-    with pytest.raises(TypeError, match=r"Strange\.kind: an op has no argument or output of the type dict"):
+    with pytest.raises(
+        TypeError, match=r"Strange\.kind: an op cannot have an argument or output of type dict"
+    ):
         Fields(Strange)
-    with pytest.raises(TypeError, match="two leaves of one name: by_factor, by_factor"):
+    with pytest.raises(TypeError, match="two leaves with the same name: by_factor, by_factor"):
         Fields(Twice)
     with pytest.raises(TypeError, match="are NamedTuples; got <class 'int'>"):
         Fields(int)
@@ -143,20 +145,23 @@ def test_a_class_without_types_or_a_name_is_refused() -> None:
         ({"name": "norm"}, "'norm' is already defined"),
         ({"present": None}, "has optional outputs: define `present`"),
         ({"outputs": NoOutputs}, "None; names is not"),
-        ({"outputs": Nothing, "present": None}, "an op that writes to its arguments has the outputs Nothing"),
+        (
+            {"outputs": Nothing, "present": None},
+            "an op that writes to its arguments must have the outputs Nothing",
+        ),
         ({"backward": lambda b: {}}, "keep and backward go together"),
-        ({"differentiable": ("z",)}, "has no outputs z to differentiate; it has y, sign"),
+        ({"differentiable": ("z",)}, "has no outputs z to differentiate; its outputs are y, sign"),
     ],
 )
-def test_mistakes_in_a_definition(changed: dict[str, Any], message: str) -> None:
+def test_mistakes_in_a_definition_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         defined(**({"name": "test_mistake"} | changed))
     assert "test_mistake" not in catalogue
 
 
 @pytest.mark.parametrize("wants_sign", [False, True])
-def test_gradients_by_name(scale: Op[Any, Any], wants_sign: bool) -> None:
-    """In eager mode, by way of the dispatcher and compiled."""
+def test_gradients_are_returned_by_name(scale: Op[Any, Any], wants_sign: bool) -> None:
+    """Eager mode, the dispatcher and a compiled graph agree."""
     x, offset = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
 
     def call(x: Tensor, offset: Tensor) -> Tensor:
@@ -171,24 +176,24 @@ def test_gradients_by_name(scale: Op[Any, Any], wants_sign: bool) -> None:
         assert torch.equal(gradients[1], torch.ones(3))
 
 
-def test_a_gradient_of_nobody_is_refused(scale: Op[Any, Any]) -> None:
+def test_a_gradient_of_an_unknown_argument_is_refused(scale: Op[Any, Any]) -> None:
     y = scale(ScaleArgs(torch.ones(2, requires_grad=True), Scaling(0.0, None), False)).y
-    with pytest.raises(TypeError, match="weft::test_scale has no arguments offset to give gradients to"):
+    with pytest.raises(TypeError, match="weft::test_scale has no arguments offset that could have gradients"):
         y.sum().backward()
 
 
-def test_into_given_memory() -> None:
-    """Every op can: what is None among the outputs given is allocated."""
+def test_ops_write_into_given_memory() -> None:
+    """Every op can; outputs that are passed as None are allocated."""
     x = torch.randn(4, 256).bfloat16()
     op = catalogue["quantize"]
-    made, q = weft.quantize(x, "1x128").rowwise, weft.quantize(torch.zeros_like(x), "1x128")
+    expected, q = weft.quantize(x, "1x128").rowwise, weft.quantize(torch.zeros_like(x), "1x128")
     a = QuantizeArgs(x, ResultOptions(x.dtype, q.format.spec, True, False, None, True), None)
-    given = QuantizeOutputs(Result.of(None, (q.rowwise, None), None))  # type: ignore[arg-type]
+    destinations = QuantizeOutputs(Result.of(None, (q.rowwise, None), None))  # type: ignore[arg-type]
     for backend in ("auto", "reference"):
         q.rowwise.data.view(torch.uint8).zero_()
         with weft.backend(backend):
-            found = op.into(given, a)
-        assert found.result.data is q.rowwise.data
-        assert torch.equal(q.rowwise.data.view(torch.uint8), made.data.view(torch.uint8))
-        assert torch.equal(q.rowwise.scale, made.scale)
-        assert found.result.amax == x.abs().max().float()
+            outputs = op.into(destinations, a)
+        assert outputs.result.data is q.rowwise.data
+        assert torch.equal(q.rowwise.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(q.rowwise.scale, expected.scale)
+        assert outputs.result.amax == x.abs().max().float()

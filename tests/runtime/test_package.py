@@ -25,7 +25,7 @@ def test_package_is_typed() -> None:
     ],
 )
 def test_a_package_ships_its_sources_and_nothing_else(name: str, kinds: set[str]) -> None:
-    """A wheel takes every file that lies in the package, so what is generated must not."""
+    """A wheel takes every file in the package, so generated files must not be there."""
     package = Path(str(importlib.import_module(name).__file__)).parent
     files = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     shipped = {kind: {path for path in files if path.relative_to(package).match(kind)} for kind in kinds}
@@ -33,7 +33,7 @@ def test_a_package_ships_its_sources_and_nothing_else(name: str, kinds: set[str]
     assert files - set().union(*shipped.values()) == set()
 
 
-# As where NumPy is not installed: no finder knows it.
+# Hides NumPy from all finders, as if it were not installed.
 WITHOUT_NUMPY = """
 import sys
 from importlib.machinery import PathFinder
@@ -72,21 +72,21 @@ def printed(program: str) -> tuple[str, str]:
 
 
 def test_nothing_is_printed_without_numpy() -> None:
-    """torch warns that it is missing when it is imported; whoever imports weft did not ask for it."""
+    """torch warns at import that NumPy is missing; users of Weft did not ask for NumPy."""
     said, warned = printed(WITHOUT_NUMPY + USE + "print('used')" + DOCTOR)
     assert said.startswith("used\n")
     assert warned == ""
 
 
 def test_benchmarks_and_bundles_for_gpus_need_neither_numpy_nor_loom() -> None:
-    """They import all workloads, beside which the truths stand that need both."""
+    """They import all workloads, which lie beside references that need both."""
     without_both = WITHOUT_NUMPY.replace('== "numpy"', 'in ("numpy", "triton_loom")')
     imported = "weft.lab.bench, weft.lab.commands.ahead, weft.lab.commands.chosen"
     assert printed(f"{without_both}\nimport {imported}") == ("", "")
 
 
 def test_importing_weft_imports_neither_triton_nor_kernels() -> None:
-    """They took a second. The first call that launches a kernel imports them."""
+    """Importing them takes a second; the first call that launches a kernel does so."""
     program = """
 import sys, torch, weft
 def late():
@@ -99,7 +99,7 @@ print("triton" in late(), "weft.tiles" in late(), "weft.lab" in late())
 
 
 def test_a_triton_in_a_package_of_another_name_is_used() -> None:
-    """As that of ROCm's wheels is."""
+    """ROCm's wheels have such a package."""
     program = """
 import importlib.metadata as metadata
 version = metadata.version
@@ -114,7 +114,7 @@ print(language.TRITON, language.usable())
     assert printed(program)[0] == "True True\n"
 
 
-def test_a_numpy_that_does_not_work_is_reported() -> None:
+def test_a_broken_numpy_is_reported() -> None:
     broken = """
         if name == "numpy":
             raise ModuleNotFoundError("No module named 'numpy._core'")
@@ -123,8 +123,8 @@ def test_a_numpy_that_does_not_work_is_reported() -> None:
     assert "Failed to initialize NumPy: No module named 'numpy._core'" in printed(program + "import weft")[1]
 
 
-def test_a_torch_that_is_too_old_is_refused_in_words() -> None:
-    """Before anything of it is used that it may not have."""
+def test_an_old_torch_is_refused_with_a_reason() -> None:
+    """The check precedes any use of features that an old torch may lack."""
     for installed, wrong in (("2.11.0+cu126", True), ("2.12.0a0+git1234", False), ("3.0.0", False)):
         program = f"import torch\ntorch.__version__ = {installed!r}\nimport weft"
         done = subprocess.run(
@@ -134,11 +134,11 @@ def test_a_torch_that_is_too_old_is_refused_in_words() -> None:
         if wrong:
             last = done.stderr.splitlines()[-1]
             assert last.startswith("ImportError: Weft needs PyTorch 2.12 or later")
-            assert "this is 2.11.0+cu126: pip install --upgrade torch" in last
+            assert "found 2.11.0+cu126: pip install --upgrade torch" in last
 
 
-def test_a_triton_that_is_too_old_is_not_used() -> None:
-    """Triton 3.3 has no `knobs`: importing Weft ended in an AttributeError."""
+def test_an_old_triton_is_not_used() -> None:
+    """Triton 3.3 has no `knobs`, which must not make the import of Weft fail."""
     program = """
 import sys, types, warnings
 for name in ("triton", "triton.language"):

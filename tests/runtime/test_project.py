@@ -1,4 +1,4 @@
-"""What surrounds the code: versions, workflows, forms, the release. One place each, and the others agree with it."""
+"""Everything around the code: versions, workflows, forms, the release. Each has one source, and the rest agrees."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bounds(allowed: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return number(low.removeprefix(">=")), number(high.removeprefix("<") or "9999")
 
 
-def test_packages_ask_for_what_the_table_says() -> None:
+def test_packages_require_the_versions_of_the_table() -> None:
     for project in PROJECTS:
         assert project["requires-python"] == VERSIONS["python"].allowed
         for name in ("torch", "triton"):
@@ -75,13 +75,15 @@ def test_doctor_and_documents_agree_with_the_table() -> None:
     assert VERSIONS["triton"].allowed == f">={SUPPORTED_TRITON[0]},<{SUPPORTED_TRITON[1]}"
     torch, triton = VERSIONS["torch"], VERSIONS["triton"]
     assert number(torch.allowed.removeprefix(">=")) == OLDEST_TORCH
-    readme, contributing = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    readme, contributing, developing = (
+        (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "docs/developing.md")
+    )
     floor = torch.allowed.removeprefix(">=")
     assert f"PyTorch {floor} or later, the first that comes with Triton {SUPPORTED_TRITON[0]}" in readme
     assert f"Python {VERSIONS['python'].allowed.removeprefix('>=')} or later" in readme
-    assert table() in contributing
+    assert table() in developing
     pair = f"PyTorch {torch.tested['floor']} and Triton {triton.tested['floor']}"
-    assert pair in " ".join(contributing.split())
+    assert pair in " ".join(developing.split())
     assert f"pip install torch=={torch.tested['main']} " in contributing
     assert f"pip install triton=={triton.tested['main']}\n" in contributing
     integrations = (ROOT / "docs" / "integrations.md").read_text()
@@ -92,7 +94,7 @@ def test_doctor_and_documents_agree_with_the_table() -> None:
 
 
 def test_run_reads_the_table() -> None:
-    """The function of `.ci/run` finds what Python finds, and the script has no version of its own."""
+    """The function in `.ci/run` reads what Python reads, and the script contains no versions of its own."""
     text = RUN.read_text()
     (function,) = re.findall(r"^version\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
     asked = sorted(set(re.findall(r"\$\(version (\w+) (\w+)\)", text)))
@@ -116,7 +118,7 @@ def workflow(name: str) -> dict:  # type: ignore[type-arg]
     return yaml.safe_load((GITHUB / "workflows" / name).read_text())  # type: ignore[no-any-return]
 
 
-def test_run_refuses_a_part_that_it_does_not_have() -> None:
+def test_run_refuses_unknown_parts() -> None:
     done = subprocess.run([RUN, "slwo"], capture_output=True, text=True)
     assert done.returncode == 2
     assert all(part in done.stderr for part in parts_of_run())
@@ -138,11 +140,11 @@ def test_workflows_call_what_exists(name: str) -> None:
             assert set(parts) <= parts_of_run()
 
 
-def test_every_part_runs_at_some_time_and_is_documented() -> None:
+def test_every_part_runs_in_some_workflow_and_is_documented() -> None:
     nightly = set(workflow("nightly.yml")["jobs"]["run"]["strategy"]["matrix"]["part"])
-    assert nightly == parts_of_run() - {"site"}  # which every run builds
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    assert all(f"\n.ci/run {part} " in contributing for part in nightly)
+    assert nightly == parts_of_run() - {"site"}  # every run builds it
+    developing = (ROOT / "docs/developing.md").read_text()
+    assert all(f"\n.ci/run {part} " in developing for part in nightly)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def home() -> str:
     return "".join(line.strip() for line in lines if not line.startswith("#"))
 
 
-def test_citation_and_addresses() -> None:
+def test_citation_and_addresses_agree() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == weft.__version__
     assert citation["license"] == PROJECTS[0]["license"]
@@ -200,7 +202,7 @@ def release() -> ModuleType:
     return module
 
 
-def test_release_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = release()
     for _, version in script.PACKAGES.values():
         (tmp_path / version).parent.mkdir(parents=True)
@@ -215,16 +217,14 @@ def test_release_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert script.notes("triton-loom", "0.1.0") == "- A backend."
     assert script.notes("weft", "0.1.0") == ""
     assert script.problems("weft", "0.2.0") == []
-    assert (
-        len(script.problems("weft", "0.2")) == 3
-    )  # no version, not that of the package, not in the changelog
+    assert len(script.problems("weft", "0.2")) == 3  # not a version, not the package's, not in the changelog
     (wrong,) = script.problems("triton-loom", "0.2.0")
     assert "CHANGELOG.md has no section '## triton-loom, 0.2.0" in wrong
     (wrong,) = script.problems("triton-loom", "0.1.0")
     assert "has version 0.2.0, not 0.1.0" in wrong
 
 
-def test_versions_of_the_packages() -> None:
+def test_versions_of_the_packages_agree() -> None:
     script = release()
     for name, module in (("weft", weft), ("triton-loom", triton_loom)):
         path = ROOT / script.PACKAGES[name][1]
@@ -236,7 +236,7 @@ def test_versions_of_the_packages() -> None:
 
 @pytest.mark.slow
 def test_release_in_a_clone(tmp_path: Path) -> None:
-    """Refused as the tree is, and tagged once the changelog has the version. The wheels work in empty environments."""
+    """A dirty tree is refused, and tagged once the changelog has the version. The wheels work in empty environments."""
     clone = tmp_path / "weft"
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run([*git, "clone", "-q", ROOT, clone], check=True)

@@ -1,4 +1,4 @@
-"""What every op stands on: who serves a call, what is compiled, how it is launched, and what importing costs."""
+"""Foundation of every op: dispatch of calls, compilation, launches, and the cost of importing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, imports and all."""
+    """Run a program in a process of its own, including imports."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -51,14 +51,14 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
-    """For programs that may find everything imported."""
+    """Fork a process for programs that may find everything imported."""
     with Forks(*IMPORTED, PYTHONPATH=os.pathsep.join([str(TESTS.parent), *sys.path])) as forks:
         yield forks
 
 
 @pytest.fixture(scope="module")
 def forks_of_torch() -> Iterator[Forks]:
-    """For programs that import Weft themselves."""
+    """Fork a process for programs that import Weft themselves."""
     with Forks("torch") as forks:
         yield forks
 
@@ -70,7 +70,7 @@ def forked(forks: Forks, tmp_path: Path, code: str, **environment: str) -> subpr
     return forks.run(script, **environment)
 
 
-# ---- who serves a call ---------------------------------------------------------------------------------
+# ---- dispatch ------------------------------------------------------------------------------------------
 
 
 def test_triton_serves_the_cpu_through_loom() -> None:
@@ -96,7 +96,7 @@ def test_reference_launches_nothing() -> None:
             weft.rms_norm(x)
 
 
-def test_backends_nest_and_are_of_a_thread() -> None:
+def test_backends_nest_and_belong_to_a_thread() -> None:
     x = torch.randn(3, 64)
     seen = []
 
@@ -119,7 +119,7 @@ def test_backends_nest_and_are_of_a_thread() -> None:
 
 
 def launched_by(function: Any, *args: Any) -> tuple[Any, list[str]]:
-    """What a call returns, and the kernels that it launches."""
+    """Return a call's result and the names of the kernels that it launches."""
     names: list[str] = []
     with observing(lambda launch, *call: names.append(launch.kernel.name)):
         return function(*args), names
@@ -162,12 +162,12 @@ def test_the_environment_may_choose(tmp_path: Path, forks_of_torch: Forks) -> No
     assert "the variable WEFT_BACKEND must be 'auto', 'triton' or 'reference'; got 'gpu'" in unknown.stderr
 
 
-def test_a_backend_that_is_not_entered_says_so() -> None:
+def test_a_backend_that_is_never_entered_warns() -> None:
     with pytest.warns(RuntimeWarning, match=r"set_backend\('reference'\)"):
         weft.backend("reference")
 
 
-def test_a_block_may_be_a_decorator_and_entered_twice() -> None:
+def test_a_block_may_be_a_decorator_and_reentered() -> None:
     x, block = torch.randn(3, 64), weft.backend("reference")
     assert launched_by(block(weft.rms_norm), x)[1] == []
     with block:
@@ -179,7 +179,7 @@ def test_a_block_may_be_a_decorator_and_entered_twice() -> None:
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_graph_holds_its_backend(compiler: str) -> None:
-    """The block may be inside of the compiled function, or around it: then it is compiled again."""
+    """A block inside the compiled function holds; a block around it causes a recompilation."""
 
     def half_and_half(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with weft.backend("reference"):
@@ -207,7 +207,7 @@ def test_a_compiled_graph_holds_its_backend(compiler: str) -> None:
 
 @pytest.mark.parametrize("transform", ["jvp", "vmap"])
 def test_a_compiled_transform_is_refused(transform: str) -> None:
-    """A graph would lose the tangent without a word."""
+    """A graph would silently lose the tangent."""
 
     def function(x: torch.Tensor) -> Any:
         if transform == "jvp":
@@ -218,7 +218,7 @@ def test_a_compiled_transform_is_refused(transform: str) -> None:
         torch.compile(function, fullgraph=True, backend="aot_eager")(torch.randn(3, 4, 64))
 
 
-def test_gradients_of_torch_func() -> None:
+def test_torch_func_computes_first_gradients_only() -> None:
     x = torch.randn(3, 64)
     leaf = x.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(weft.rms_norm(leaf).square().sum(), leaf)
@@ -235,12 +235,12 @@ def test_a_failing_block_restores_the_backend() -> None:
     assert variants
 
 
-def test_unknown_backend() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="'auto', 'triton' or 'reference'"), weft.backend("cuda"):  # type: ignore[arg-type]
         pass
 
 
-def test_triton_that_is_not_there_is_an_error() -> None:
+def test_a_missing_triton_driver_is_an_error() -> None:
     with weft.backend("triton"), pytest.raises(RuntimeError, match="no Triton driver launches on 'meta'"):
         weft.rms_norm(torch.empty(3, 64, device="meta"))
 
@@ -249,7 +249,7 @@ def test_triton_that_is_not_there_is_an_error() -> None:
 
 
 def test_import_is_quiet(tmp_path: Path) -> None:
-    """It prints nothing, writes nothing, needs no home that can be written to, and leaves PyTorch as it was."""
+    """The import prints and writes nothing, needs no writable home, and leaves PyTorch unchanged."""
     home = tmp_path / "home"
     home.mkdir(mode=0o500)
     done = python(
@@ -275,12 +275,12 @@ assert knobs.runtime.launch_enter_hook is None or not knobs.runtime.launch_enter
 
 
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(weft.__path__, "weft.")
-    return ["weft", *(m.name for m in found if not m.name.endswith("__main__"))]
+    packages = pkgutil.walk_packages(weft.__path__, "weft.")
+    return ["weft", *(m.name for m in packages if not m.name.endswith("__main__"))]
 
 
 @pytest.mark.parametrize("name", modules())
-def test_docstrings_are_true(name: str) -> None:
+def test_docstring_examples_pass(name: str) -> None:
     if name.startswith("weft.integrations."):
         pytest.importorskip(name, reason="its framework is not installed", exc_type=ImportError)
     module = importlib.import_module(name)
@@ -292,8 +292,8 @@ def test_public_functions_have_examples() -> None:
     finder = doctest.DocTestFinder()
     functions = [name for name in weft.__all__ if inspect.isfunction(getattr(weft, name))]
     for name in (*functions, "QTensor", "Format"):
-        found = finder.find(getattr(weft, name), name)
-        assert any(test.examples for test in found), f"{name} has no example"
+        doctests = finder.find(getattr(weft, name), name)
+        assert any(test.examples for test in doctests), f"{name} has no example"
 
 
 # ---- launching -----------------------------------------------------------------------------------------
@@ -320,15 +320,15 @@ def scale(
 
 
 def added(*args: Any, **kwargs: Any) -> int:
-    """How many variants a call compiles."""
+    """Return the number of variants that a call compiles."""
     before = len(scale_kernel.variants)
     scale(*args, **kwargs)
     return len(scale_kernel.variants) - before
 
 
-def test_what_makes_a_variant() -> None:
-    """Bugs J4, J5: constants, warps, dtypes, absent pointers and alignment; never sizes or numbers."""
-    scale_kernel.variants.clear()  # those of other tests
+def test_variants_depend_on_constants_warps_dtypes_and_alignment() -> None:
+    """Absent pointers also make a variant; sizes and values never do."""
+    scale_kernel.variants.clear()  # from other tests
     Launch.of.cache_clear()
     x = torch.randn(1000)
     assert added(x) == 1
@@ -336,7 +336,7 @@ def test_what_makes_a_variant() -> None:
     assert added(torch.randn(1), factor=3.5) == 0
     for count in (2, 16, 17, 64, 999, 4096):
         assert added(torch.randn(count)) == 0
-    assert added(x, warps=8) == 1, "asked for 8 warps, got those of 4"
+    assert added(x, warps=8) == 1, "8 warps must not reuse the variant of 4"
     assert added(x, warps=4) == 0
     assert added(x, tile=128) == 1
     assert added(x.double().float()) == 0
@@ -349,8 +349,8 @@ def test_what_makes_a_variant() -> None:
     assert {v.aligned for v, _ in scale_kernel.variants} == {True, False}
 
 
-def test_an_integer_of_64_bits_is_another_variant() -> None:
-    """From 2^30 on: two sizes or a size and a tile can be added in the integers' own type."""
+def test_a_64_bit_integer_makes_another_variant() -> None:
+    """Integers widen from 2^30 on, so that two sizes, or a size and a tile, can be added in the integers' own type."""
     x = torch.empty(4, device="meta")
     with recording("sm_90") as seen:
         for count in (1, 2**30 - 1, 2**30, 2**40):
@@ -358,12 +358,12 @@ def test_an_integer_of_64_bits_is_another_variant() -> None:
     assert [dict(v.signature)["count"] for v in seen] == ["i32", "i32", "i64", "i64"]
 
 
-def test_one_launch_for_the_same_constants() -> None:
+def test_equal_constants_share_a_launch() -> None:
     assert Launch.of(scale_kernel, TILE=64) is Launch.of(scale_kernel, TILE=64)
     assert Launch.of(scale_kernel, TILE=64) is not Launch.of(scale_kernel, TILE=64, num_warps=8)
 
 
-def test_a_launch_without_its_constants() -> None:
+def test_a_launch_without_its_constants_is_refused() -> None:
     with pytest.raises(TypeError, match=r"scale_kernel and its launch disagree about the constants TILE"):
         Launch(scale_kernel)
     with pytest.raises(TypeError, match=r"the constants WIDTH"):
@@ -371,7 +371,7 @@ def test_a_launch_without_its_constants() -> None:
 
 
 def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled still runs; what is not names itself instead of stalling every other rank."""
+    """Compiled kernels still run; a missing one names itself instead of stalling every other rank."""
     x = torch.randn(100)
     scale(x)
     monkeypatch.setenv("WEFT_NO_JIT", "true")  # as well as 1
@@ -384,7 +384,7 @@ def test_no_jit_makes_a_missing_variant_an_error(monkeypatch: pytest.MonkeyPatch
     scale(x.half())
 
 
-def test_no_jit_with_an_op(tmp_path: Path, forks: Forks) -> None:
+def test_no_jit_names_the_command_for_an_op(tmp_path: Path, forks: Forks) -> None:
     code = "import torch, weft; weft.rms_norm(torch.randn(3, 64))"
     done = forked(forks, tmp_path, code, WEFT_NO_JIT="1")
     (said,) = re.findall(r"^RuntimeError: (.*)$", done.stderr, re.MULTILINE)
@@ -392,8 +392,8 @@ def test_no_jit_with_an_op(tmp_path: Path, forks: Forks) -> None:
     assert re.search("`weft aot build --target cpu .*--op norm .*--out FILE`", said)
 
 
-def test_no_jit_says_what_a_user_needs_and_no_more() -> None:
-    """It printed all constants of the variant, 2.5 kB, and for an op that is a file of its own the names of all ops."""
+def test_no_jit_says_only_what_a_user_needs() -> None:
+    """The message contains neither all constants of the variant nor the names of unrelated ops."""
     variants: dict[str, Any] = {}
 
     def note(launched: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
@@ -436,21 +436,21 @@ def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None
 def launch_struct(
     x: torch.Tensor, bias: torch.Tensor | None = None, extra: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y = 2 x + 1 + bias + extra, by the kernel that takes structs."""
+    """Compute y = 2 x + 1 + bias + extra by the kernel that takes structs."""
     y = torch.empty_like(x)
-    given = struct_kernel.arguments(
+    arguments = struct_kernel.arguments(
         x=Rows(x, x.stride(0)),
         count=x.shape[1],
         y=Scaled(Rows(y, y.stride(0)), 2.0, bias),
         offset=1.0,
         extra_ptr=extra,
     )
-    Launch.of(struct_kernel, TILE=64)((len(x), 1, 1), *given)
+    Launch.of(struct_kernel, TILE=64)((len(x), 1, 1), *arguments)
     return y
 
 
 def test_a_kernel_takes_structs() -> None:
-    """Members that are None are absent at compile time, each in its own variant."""
+    """Members that are None are absent at compile time, each combination in its own variant."""
     struct_kernel.variants.clear()
     Launch.of.cache_clear()
     x, bias, extra = torch.randn(3, 50), torch.randn(50), torch.randn(50)
@@ -461,12 +461,12 @@ def test_a_kernel_takes_structs() -> None:
     assert len(struct_kernel.variants) == 4, "without bias, with it, with both, and not aligned"
 
 
-def test_the_arguments_of_a_struct_in_order() -> None:
+def test_the_arguments_of_a_struct_are_ordered() -> None:
     x, y = torch.empty(2, 8), torch.empty(2, 8)
-    given = struct_kernel.arguments(
+    arguments = struct_kernel.arguments(
         x=Rows(x, 8), count=7, y=Scaled(Rows(y, 9), 2.0, None), offset=1.0, extra_ptr=x
     )
-    assert given == ((x, y, None, x), (8, 7, 9), (2.0, 1.0))
+    assert arguments == ((x, y, None, x), (8, 7, 9), (2.0, 1.0))
     absent = struct_kernel.arguments(x=Rows(x, 8), count=7, y=None, offset=1.0, extra_ptr=None)
     assert absent == ((x, None, None, None), (8, 7, 0), (0.0, 1.0)), "a struct that is None"
     assert scale_kernel.arguments(x_ptr=x, y_ptr=y, extra_ptr=None, count=3, factor=4) == (
@@ -480,9 +480,9 @@ def test_a_bound_launch_takes_integers_first_and_tensors_later() -> None:
     x, y, bias = torch.randn(3, 50), torch.empty(3, 50), torch.randn(50)
     bound = Launch.of(struct_kernel, TILE=64).bind((3, 1, 1), x=x.stride(0), count=50, y=y.stride(0))
     assert bound.integers == (50, 50, 50)
-    given = struct_kernel.tensors(x=x, y=(y, 2.0, bias), offset=1.0)
-    assert given == ((x, y, bias, None), (2.0, 1.0)), "a pointer that is not given"
-    bound(*given)
+    arguments = struct_kernel.tensors(x=x, y=(y, 2.0, bias), offset=1.0)
+    assert arguments == ((x, y, bias, None), (2.0, 1.0)), "an omitted pointer"
+    bound(*arguments)
     assert torch.equal(y, x * 2.0 + 1.0 + bias)
     with pytest.raises(TypeError, match=r"struct_kernel\.tensors\(\) .*'offset'"):
         struct_kernel.tensors(x=x, y=(y, 2.0, bias))
@@ -491,43 +491,44 @@ def test_a_bound_launch_takes_integers_first_and_tensors_later() -> None:
 
 
 def test_ops_launch_by_name() -> None:
-    """No tuples of pointers and integers in the order of a kernel's parameters: what follows a grid is made by
-    `kernel.arguments`, and no bound launch is given tuples."""
+    """Launches pass no tuples of pointers and integers in parameter order: `kernel.arguments` makes what follows a
+    grid, and bound launches get no tuples."""
     launches = 0
     for path in sorted((PACKAGE / "ops").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case (
-                    ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), *given])
+                    ast.Call(args=[ast.Tuple(elts=[_, _, ast.Constant(value=1)]), *arguments])
                     | ast.Call(
-                        func=ast.Name("launch") | ast.Attribute(attr="launch"), args=[ast.Tuple(), *given]
+                        func=ast.Name("launch") | ast.Attribute(attr="launch"), args=[ast.Tuple(), *arguments]
                     )
                 ) if not ast.unparse(node.func).endswith(".bind"):
                     launches += 1
                     by_name = [
-                        isinstance(each, ast.Starred) and ".arguments(" in ast.unparse(each) for each in given
+                        isinstance(each, ast.Starred) and ".arguments(" in ast.unparse(each)
+                        for each in arguments
                     ]
                     assert by_name == [True], f"{path}:{node.lineno}"
     assert launches > 20
 
 
-def test_what_is_remembered_can_be_forgotten() -> None:
-    asked = []
+def test_caches_can_be_cleared() -> None:
+    calls = []
 
     @remembered
     def double(n: int) -> int:
-        asked.append(n)
+        calls.append(n)
         return 2 * n
 
     assert [double(3), double(3)] == [6, 6]
-    assert asked == [3]
+    assert calls == [3]
     forget()
     assert double(3) == 6
-    assert asked == [3, 3]
+    assert calls == [3, 3]
 
 
-def test_all_caches_of_host_code_can_be_forgotten() -> None:
-    """Another bounded cache would keep the symbols of a proof; tables of angles have one, which proofs replace."""
+def test_all_caches_of_host_code_can_be_cleared() -> None:
+    """Another bounded cache would retain the symbols of a proof; tables of angles have one, which proofs replace."""
     own = {
         path.name
         for path in PACKAGE.rglob("*.py")
@@ -536,22 +537,22 @@ def test_all_caches_of_host_code_can_be_forgotten() -> None:
     assert own == {"remembered.py", "angles.py"}
 
 
-def test_arguments_by_the_wrong_name() -> None:
+def test_misnamed_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'count'"):
         struct_kernel.arguments(x=None, y=None, offset=1.0, extra_ptr=None)
     with pytest.raises(TypeError, match=r"struct_kernel\.arguments\(\) .*'counts'"):
         struct_kernel.arguments(x=None, count=1, y=None, offset=1.0, extra_ptr=None, counts=1)
 
 
-def test_a_parameter_that_is_no_argument() -> None:
+def test_a_parameter_of_another_type_is_refused() -> None:
     from weft.runtime.arguments import Parameters
 
     with pytest.raises(TypeError, match=r"x of a kernel is annotated with <class 'str'>"):
         Parameters("some_kernel", {"x": str})
 
 
-def test_the_variant_of_a_struct() -> None:
-    """Its signature is nested as Triton's compiler takes it, with the names of members."""
+def test_the_variant_of_a_struct_is_nested() -> None:
+    """Its signature is nested in the form of Triton's compiler, with the names of members."""
     x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
     with recording("sm_90") as seen:
         launch_struct(x)
@@ -595,7 +596,7 @@ assert len(struct_kernel.variants) == 2
 
 
 def test_launchers_get_structs_as_tuples(tmp_path: Path, forks: Forks) -> None:
-    """Compiled for sm_90, with a launcher that notes what it is given."""
+    """Structs reach a recording launcher, compiled for sm_90, as tuples."""
     done = forked(forks, tmp_path, NESTED)
     assert done.returncode == 0, done.stderr
 
@@ -611,7 +612,7 @@ def test_the_sanitizer_names_members_of_structs() -> None:
 
 
 class StubDriver:
-    """A driver of two GPUs that writes down what it is asked for."""
+    """Driver of two GPUs that records the requested streams."""
 
     def __init__(self) -> None:
         self.streams: list[Any] = []
@@ -629,8 +630,8 @@ class StubTensor(SimpleNamespace):
         return 4096 if self.aligned else 4100
 
 
-def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug I9: tensors on device 1 while device 0 is current."""
+def test_launches_happen_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are on device 1 while device 0 is current."""
     entered: list[int] = []
     compiled_on: list[Any] = []
     launched: list[tuple[Any, ...]] = []
@@ -660,9 +661,9 @@ def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatc
     tensors = [
         StubTensor(device=SimpleNamespace(index=i), dtype=torch.float32, aligned=True) for i in (0, 1, 1, 0)
     ]
-    made = Launch(scale_kernel, TILE=32)
+    scale_launch = Launch(scale_kernel, TILE=32)
     for tensor in tensors:
-        made((7, 1, 1), (tensor, tensor, None), (5,), (2.0,))  # type: ignore[arg-type]
+        scale_launch((7, 1, 1), (tensor, tensor, None), (5,), (2.0,))  # type: ignore[arg-type]
     assert [call[0] for call in launched] == [0, 1, 1, 0]
     assert [call[4] for call in launched] == ["stream 0", "stream 1", "stream 1", "stream 0"]
     assert compiled_on == [0, 1], "loaded once on each device"
@@ -672,7 +673,7 @@ def test_i9_launches_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatc
 
 
 def test_launch_hooks_see_every_launch() -> None:
-    """Profilers (Proton) rely on them."""
+    """Profilers (Proton) rely on launch hooks."""
     from triton import knobs
 
     seen: list[str] = []
@@ -713,14 +714,14 @@ def test_recording_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not launch.is_recording()
 
 
-def test_capabilities() -> None:
+def test_capabilities_follow_the_target() -> None:
     assert launch.capabilities_of(torch.device("cpu")) == Capabilities.of("cpu")
     with recording("sm_89"):
         assert launch.capabilities_of(torch.device("cpu")).target == "sm_89"
     with pytest.raises(ValueError, match="unknown target 'sm_42'"):
         Capabilities.of("sm_42")
     for target in ("sm_80", "sm_86", "sm_89", "gfx942"):
-        assert not Capabilities.of(target).fp8_cast, "no conversion there, or one that rounds twice"
+        assert not Capabilities.of(target).fp8_cast, "no conversion in hardware, or one that rounds twice"
 
 
 # ---- time on the host ----------------------------------------------------------------------------------
@@ -728,7 +729,7 @@ def test_capabilities() -> None:
 
 @pytest.fixture(scope="module")
 def host_times() -> dict[str, float]:
-    """Microseconds per call with a driver that launches nothing, in a process of its own."""
+    """Return microseconds per call with a driver that launches nothing, in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(TESTS / "support" / "noop_driver.py")],
         capture_output=True,
@@ -757,10 +758,10 @@ def host_times() -> dict[str, float]:
         ("permute with 1x128", "plain with residual", 4.0),
         ("unpermute", "plain", 2.0),
         ("gated_norm", "plain", 2.0),
-        ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are looked at
+        ("grad_norm of 32", "plain", 5.0),  # two launches; 32 tensors are inspected
         ("clip_grads_ of 32", "plain", 5.0),
         ("qkv_prepare", "plain with residual", 2.5),  # three allocations, twice as many arguments
-        ("qkv_prepare with a cache", "plain with residual", 4.0),  # four tensors more to look at
+        ("qkv_prepare with a cache", "plain with residual", 4.0),  # four more tensors to inspect
         ("rope", "plain", 2.0),
         ("cross_entropy", "plain", 3.0),  # two launches, seven allocations
         ("cross_entropy of each token", "plain", 2.0),
@@ -768,13 +769,14 @@ def host_times() -> dict[str, float]:
         ("route", "plain", 2.0),
         ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
         ("matmul", "plain", 4.5),
-        ("matmul of FP8", "plain", 6.0),  # two quantised tensors are taken apart
+        ("matmul of FP8", "plain", 6.0),  # two quantized tensors are unpacked
         ("grouped_matmul", "plain", 5.0),
         ("attention", "plain with residual", 3.0),
         ("attention_decode", "plain with residual", 2.5),
     ],
 )
 def test_host_time(host_times: dict[str, float], call: str, plain: str, budget: float) -> None:
-    """A multiple of allocating the result and one launch of a bare `triton.jit` kernel with as many arguments."""
+    """The budget is a multiple of allocating the result and launching a bare `triton.jit` kernel with as many
+    arguments."""
     ratio = host_times[call] / host_times[plain]
     assert ratio <= budget, f"{call}: {ratio:.2f} times a plain launch ({host_times[plain]:.1f} us)"

@@ -1,4 +1,4 @@
-"""Sums in tensor memory are waited for before they are read: in every kernel with a dot, for sm_100."""
+"""Waits for sums in tensor memory before they are read, in every kernel with a dot, for sm_100."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weft.lab.compiled.tensor_memory import early_accesses
 from weft.lab.families import WORKLOADS
 from weft.runtime import Variant, recording
 
-# The versions that forget to wait for the second of two dots into one accumulator.
+# Versions that omit the wait for the second of two dots into one accumulator.
 WRONG = triton.__version__.startswith(("3.7.", "3.8."))
 
 
-def two_products(num_stages: int, apart: bool = False) -> Variant:
+def two_products(num_stages: int, separate: bool = False) -> Variant:
     pointers = tuple((f"{name}_ptr", "*bf16") for name in "abcd")
-    constants = {"TILE": 128, "DEPTH": 64, "APART": apart}
+    constants = {"TILE": 128, "DEPTH": 64, "APART": separate}
     return Variant(
         module="tests.runtime.offline_kernels",
         kernel="two_products",
@@ -45,23 +45,23 @@ def two_products(num_stages: int, apart: bool = False) -> Variant:
 @pytest.mark.compat
 @pytest.mark.parametrize("target", ["sm_100", "sm_103"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_two_dots_into_one_accumulator(num_stages: int, target: str) -> None:
-    found = early_accesses(ttgir_of(two_products(num_stages), target))
+def test_two_dots_into_one_accumulator_are_awaited(num_stages: int, target: str) -> None:
+    accesses = early_accesses(ttgir_of(two_products(num_stages), target))
     if WRONG and num_stages > 1:
-        (access,) = found
+        (access,) = accesses
         assert access.startswith("ttng.tmem_load at offline_kernels.py:")
     else:
-        assert not found
+        assert not accesses
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_two_accumulators_are_told_apart(num_stages: int) -> None:
-    """As in a product with a gated unit. Nothing is wrong with it, until its waits are taken away."""
-    text = ttgir_of(two_products(num_stages, apart=True), "sm_100")
+def test_two_accumulators_are_distinguished(num_stages: int) -> None:
+    """A product with a gated unit is correct until its waits are removed."""
+    text = ttgir_of(two_products(num_stages, separate=True), "sm_100")
     assert not early_accesses(text)
     waits = re.findall(r"\n *ttng\.wait_barrier.*", text)
-    # An MMA is done when a later one is: what follows the last wait alone is not waited for.
+    # An MMA is done when a later one is: only what follows the last wait is not awaited.
     assert len(early_accesses(text.replace(waits[-1], ""))) == 1
     for wait in waits:
         text = text.replace(wait, "")
@@ -93,7 +93,7 @@ READ = "%x = ttng.tmem_load %sums : !x -> !x"
 WAIT_OWN, WAIT_BEFORE, WAIT_LAST, WAIT_FIRST = (
     f"ttng.wait_barrier %{name}, %zero : !x" for name in ("own", "before", "last", "first")
 )
-# What stands in the loop and after it, and how many accesses are too early.
+# Code in the loop and after it, and the number of early accesses.
 PROGRAMS = {
     "no wait": ("", READ, 1),
     "waits at once": (f"{WAIT_OWN}\n{READ}", "", 0),
@@ -124,15 +124,15 @@ def test_small_programs(body: str, after: str, count: int) -> None:
 @pytest.mark.parametrize(
     "line", ["%y = scf.while (%z = %a) : (i32) -> i32 {\n}", "cf.br ^bb1", "ttg.warp_specialize(%a)"]
 )
-def test_what_cannot_be_followed_is_reported(line: str) -> None:
-    (found,) = early_accesses(LOOP.replace("BODY", line).replace("AFTER", READ))
-    assert found.startswith("not checked")
+def test_unsupported_control_flow_is_reported(line: str) -> None:
+    (report,) = early_accesses(LOOP.replace("BODY", line).replace("AFTER", READ))
+    assert report.startswith("not checked")
 
 
 def further() -> dict[Variant, str]:
-    """Calls that no workload makes: in which several dots of an iteration make one product, as operands of which one is
-    fp32 are cut into parts; and in which tiles of the gradient are skipped."""
-    found: dict[Variant, str] = {}
+    """Return variants of calls that no workload makes: several dots per iteration for one product (fp32 operands are
+    split into parts), and skipped tiles of the gradient."""
+    names: dict[Variant, str] = {}
     target = torch.empty(512, dtype=torch.int64, device="meta")
     for of_hidden, of_weight, options in (
         (torch.bfloat16, torch.float32, {}),
@@ -144,8 +144,8 @@ def further() -> dict[Variant, str]:
         with recording("sm_100") as variants:
             weft.linear_logprobs(hidden, weight, target, **options).sum().backward()
         for variant in variants:
-            found.setdefault(variant, f"linear_logprobs of {of_hidden} and {of_weight} with {options}")
-    return found
+            names.setdefault(variant, f"linear_logprobs of {of_hidden} and {of_weight} with {options}")
+    return names
 
 
 def has_dot(variant: Variant) -> bool:
@@ -154,19 +154,19 @@ def has_dot(variant: Variant) -> bool:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_kernel_with_a_dot_reads_too_early(every: bool) -> None:
-    """In the TTGIR, which takes a second for each: the fullest variants of each kernel, and by night all of them. The
-    nightly tests of binaries check every kernel."""
+    """The TTGIR, which takes a second per kernel, is checked for the fullest variants of each kernel, and nightly for
+    all. The nightly tests of binaries check every kernel."""
     launched = collected(WORKLOADS, "sm_100")
     chosen = set(launched) if every else fullest(launched)
     names = {**further(), **{variant: name for variant, name in launched.items() if variant in chosen}}
     texts = {variant: ttgir_of(variant, "sm_100") for variant in names if has_dot(variant)}
-    wrong = [
+    problems = [
         f"{variant.kernel} of {names[variant]}: {access}"
         for variant, text in texts.items()
         for access in early_accesses(text)
     ]
-    assert not wrong, "\n".join(wrong)
-    # Had Triton's notation changed, nothing would be found in any of them.
+    assert not problems, "\n".join(problems)
+    # If Triton's notation changed, nothing would be detected in any kernel.
     reading = [variant.kernel for variant, text in texts.items() if "ttng.tmem_load" in text]
     assert {"matmul_kernel", "linear_logprobs_kernel", "router_linear_kernel"} <= set(reading)
     without_waits = [re.sub(r"\n *ttng\.wait_barrier.*", "", text) for text in texts.values()]

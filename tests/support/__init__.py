@@ -1,4 +1,4 @@
-"""What the tests of several families share."""
+"""Code that the tests of several families share."""
 
-# What scripts find imported that are forked (`triton_loom.testing.Forks`).
+# Modules already imported in forked scripts (`triton_loom.testing.Forks`).
 IMPORTED = ("torch._dynamo", "triton_loom.testing", "weft.cli", "weft.lab.families")

@@ -1,8 +1,8 @@
-"""Programs on a machine that lacks packages, made of this one."""
+"""Programs that simulate a machine without some packages."""
 
 from __future__ import annotations
 
-# Runs before weft is imported: the named packages cannot be, and Triton does not find a backend made of them.
+# Runs before weft is imported: hides the named packages, and Triton's backends that come from them.
 WITHOUT = """
 import importlib.util, sys
 from importlib import metadata
@@ -32,5 +32,5 @@ metadata.entry_points = entry_points
 
 
 def without(missing: tuple[str, ...], code: str) -> str:
-    """Return a program that runs where packages are missing."""
+    """Return a program that runs as if packages were missing."""
     return WITHOUT.format(missing=missing) + code

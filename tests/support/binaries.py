@@ -1,4 +1,4 @@
-"""What no binary of a kernel may have, whatever it computes."""
+"""Flaws that no kernel binary may have, whatever it computes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weft.runtime import Capabilities
 
 
 def flaws(target: str, binary: Any) -> list[str]:
-    """Spills, more shared memory than the target has, and sums read too early; or why there is no binary."""
+    """Return spills, excess shared memory and accumulators read too early, or why there is no binary."""
     if not isinstance(binary, Binary):
         return [str(binary)]
-    found = []
+    problems = []
     if binary.stack and binary.spill_bytes:
-        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
+        problems.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
     if binary.shared > Capabilities.of(target).shared_bytes:
-        found.append(f"{binary.shared} bytes of shared memory")
-    return found + [f"sums not waited for: {access}" for access in binary.early_accesses]
+        problems.append(f"{binary.shared} bytes of shared memory")
+    return problems + [f"sums not waited for: {access}" for access in binary.early_accesses]

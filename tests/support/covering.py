@@ -1,4 +1,4 @@
-"""Products of choices of which a part always runs."""
+"""Products of choices, of which some cases always run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 
 def covering(*choices: Sequence[Any], together: int = 2) -> list[Any]:
-    """Parameters for the product of some choices. What always runs has every combination of values of any `together` of
-    the choices, with as few cases as a greedy search finds, and no value much more often than another; the other cases
-    are slow."""
+    """Return parameters for the product of some choices. The cases that always run have every combination of values of
+    any `together` of the choices, as few as a greedy search finds, with no value much more often than another; the
+    other cases are slow."""
 
     def combinations(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(case), together))

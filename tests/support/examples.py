@@ -1,4 +1,4 @@
-"""The examples: as modules, for tests of their functions, and run over several ranks."""
+"""Import the examples as modules to test their functions, and run them on several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def example(name: str) -> ModuleType:
-    """`examples/NAME.py`, as if it were imported."""
+    """Return `examples/NAME.py` as an imported module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / f"examples/{name}.py")
     assert spec
     assert spec.loader
@@ -20,7 +20,7 @@ def example(name: str) -> ModuleType:
 
 
 def run_ranks(name: str, *arguments: str, ranks: int) -> str:
-    """What `examples/NAME.py` prints when it runs on that many ranks of this machine."""
+    """Return the output of `examples/NAME.py` on that many ranks of this machine."""
     path = Path(__file__).parents[2] / f"examples/{name}.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*launch, str(path), *arguments], capture_output=True, text=True, timeout=300)

@@ -1,8 +1,8 @@
-"""Runs tests against a copy of Weft in which a piece of text is replaced by a wrong one.
+"""Run tests against a copy of Weft in which a piece of text is replaced by a wrong one.
 
-A server imports PyTorch, Triton and pytest once. For each mutant it forks; the child makes the copy, imports Weft
-from there and runs the tests named to it. The server itself never runs a kernel nor a parallel loop: threads do
-not survive a fork.
+A server imports PyTorch, Triton and pytest once. For each mutant it forks; the child makes the copy, imports Weft from
+there and runs the tests named to it. The server itself never runs a kernel nor a parallel loop: threads do not survive
+a fork.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "weft"
 
-# What a mutant must not fail by: it would be no mutant, but a mistake in this list or code that does not compile.
+# Failures that do not count: the mutant's text is at fault, or its code does not compile.
 NOT_A_VERDICT = ("CompilationError", "CompileTimeAssertionFailure", "SyntaxError", "NameError", "UsageError")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One way to break a kernel: in its own text, or in that of what it calls or what launches it.
+    """A way to break a kernel: in its own text, or in that of what it calls or what launches it.
 
-    - `kernel`: its name. A test that catches the mutant has to launch it.
+    - `kernel`: its name. A test that catches the mutant must launch it.
     - `what`: what is wrong now.
     - `file`, `inside`: the file, relative to the package, and the function in it (or "Class.method") where `old` is
       replaced by `new`: its only occurrence there, or with `nth` that one of `of`, counted from 1.
@@ -58,39 +58,39 @@ class Mutant:
         return f"{self.kernel}: {self.what}"
 
     def text(self) -> str:
-        """The file's text with the replacement made."""
+        """Return the file's text with the replacement made."""
         text = (PACKAGE / self.file).read_text()
         begin, end = function_at(text, self.inside)
-        found = text.count(self.old, begin, end)
-        if found != self.of:
+        count = text.count(self.old, begin, end)
+        if count != self.of:
             raise ValueError(
-                f"{self}: found {found} times in {self.inside} of {self.file}, not {self.of} times: {self.old!r}"
+                f"{self}: found {count} times in {self.inside} of {self.file}, not {self.of} times: {self.old!r}"
             )
-        at = begin - 1
+        position = begin - 1
         for _ in range(self.nth):
-            at = text.index(self.old, at + 1)
-        return text[:at] + self.new + text[at + len(self.old) :]
+            position = text.index(self.old, position + 1)
+        return text[:position] + self.new + text[position + len(self.old) :]
 
 
 @functools.cache
 def function_at(text: str, name: str) -> tuple[int, int]:
-    """Where a function or "Class.method" begins and ends in a module's text."""
+    """Return where a function or "Class.method" begins and ends in a module's text."""
     body: list[ast.stmt] = ast.parse(text).body
     for part in name.split("."):
-        found = [
+        matches = [
             node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
         ]
-        if len(found) != 1:
-            raise ValueError(f"{name} is there {len(found)} times")
-        body = found[0].body
+        if len(matches) != 1:
+            raise ValueError(f"{name} is defined {len(matches)} times")
+        body = matches[0].body
     lines = text.splitlines(keepends=True)
-    first, last = found[0].lineno - 1, found[0].end_lineno
+    first, last = matches[0].lineno - 1, matches[0].end_lineno
     return sum(map(len, lines[:first])), sum(map(len, lines[:last]))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How tests ended: "passed", "failed", "crashed", "hung", or "invalid" if they could not judge."""
+    """Outcome of tests: "passed", "failed", "crashed", "hung", or "invalid" if they could not judge."""
 
     outcome: str
     test: str = ""
@@ -105,11 +105,11 @@ class Verdict:
 
 
 class Server:
-    """The process that forks. Only one request at a time."""
+    """The process that forks. It handles one request at a time."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="weft-mutants-"))
-        # Unchanged kernels are found again in this cache, and no other test shares it.
+        # Caches unchanged kernels, and no other test shares it.
         cache = os.environ.get("WEFT_MUTATION_CACHE") or str(self.directory / "cache")
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
         self.process = subprocess.Popen(
@@ -139,7 +139,7 @@ class Server:
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of a request that a dead server did not read
+        with contextlib.suppress(BrokenPipeError):  # a dead server has not read its request
             self.process.stdin.close()
         self.process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -156,7 +156,7 @@ def serve(directory: Path) -> None:
     import triton  # noqa: F401
 
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not reach the pipe
+    os.dup2(2, 1)  # keep printed output out of the pipe
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         request = json.loads(line)
@@ -204,7 +204,7 @@ def _judge(directory: Path, request: Any) -> Verdict:
 
 
 def _events(read: int, child: int, deadline: float) -> tuple[list[dict[str, Any]], bool]:
-    """What the child tells until it closes the pipe, and whether it had to be ended."""
+    """Return the child's events until it closes the pipe, and whether it had to be killed."""
     data = b""
     hung = False
     while True:
@@ -222,24 +222,24 @@ def _events(read: int, child: int, deadline: float) -> tuple[list[dict[str, Any]
     return [json.loads(line) for line in complete], hung
 
 
-class _Teller:
-    """A pytest plugin: which test runs, which kernels it launched, how it failed."""
+class _Reporter:
+    """A pytest plugin that reports which test runs, which kernels it launched, and how it failed."""
 
     def __init__(self, pipe: int, launched: set[str]) -> None:
         self.pipe, self.launched = pipe, launched
 
-    def tell(self, **event: Any) -> None:
+    def send(self, **event: Any) -> None:
         os.write(self.pipe, json.dumps(event).encode() + b"\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.launched.clear()
-        self.tell(test=nodeid)
+        self.send(test=nodeid)
 
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         kind = call.excinfo.type
         while kind.__module__.startswith("triton") and "Error" not in kind.__name__ and kind.__base__:
             kind = kind.__base__
-        self.tell(test=node.nodeid, why=kind.__name__, kernels=sorted(self.launched))
+        self.send(test=node.nodeid, why=kind.__name__, kernels=sorted(self.launched))
 
 
 def _child(directory: Path, request: Any, pipe: int) -> int:
@@ -261,11 +261,11 @@ def _child(directory: Path, request: Any, pipe: int) -> int:
     assert Path(weft.__file__).parent == sources / "weft"
     launched: set[str] = set()
     tests = [f"tests/{test}" for test in request["tests"]]
-    plugins = ("cacheprovider", "xdist", "hypothesispytest")  # none is needed, one is slow to import
+    plugins = ("cacheprovider", "xdist", "hypothesispytest")  # not needed, and one is slow to import
     options = ["-x", "-q", "--tb=short", f"--rootdir={ROOT}", *(f"-pno:{name}" for name in plugins)]
-    options += ["-m", ""]  # slow ones as well: they are named
+    options += ["-m", ""]  # include slow tests: they are named explicitly
     with observing(lambda launch, *call: launched.add(launch.kernel.name)):
-        return int(pytest.main([*options, *tests], plugins=[_Teller(pipe, launched)]))
+        return int(pytest.main([*options, *tests], plugins=[_Reporter(pipe, launched)]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs with every change, and what by night."""
+"""Split of ops into tests of the day, run with every change, and tests of the night."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import weft
 
 
 def by_family() -> Iterator[Any]:
-    """Parameters: all ops. The last of each family, a forward one with few kernels, runs by day; the others are slow
-    tests."""
+    """Yield parameters for all ops. The last op of each family, a forward one with few kernels, runs by day; the others
+    are slow tests."""
     families = {op: weft.catalogue[op].launch.__module__.split(".")[2] for op in weft.catalogue}
     last = {family: op for op, family in families.items()}.values()
     for op in weft.catalogue:

@@ -1,4 +1,4 @@
-"""The time of calls on the host: kernels are compiled for an sm_90 and nothing is launched.
+"""Time calls on the host: kernels are compiled for an sm_90 and nothing is launched.
 
 python tests/support/noop_driver.py        prints the measured ratios as JSON
 """
@@ -28,12 +28,12 @@ def twenty_seven(
     C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
 ):  # fmt: skip
-    """As many arguments as the kernel of a norm has."""
+    """Take as many arguments as the kernel of a norm."""
     tl.store(p7 + tl.arange(0, 16), tl.load(p0 + tl.arange(0, 16)))
 
 
 def best(functions: dict[str, Callable[[], Any]], rounds: int = 40, calls: int = 100) -> dict[str, float]:
-    """Microseconds per call: interleaved, the median of the faster half of the rounds."""
+    """Return microseconds per call: interleaved rounds, and the median of the faster half of them."""
     for function in functions.values():
         for _ in range(50):
             function()
@@ -58,9 +58,9 @@ def measure() -> dict[str, float]:
     residual = torch.randn_like(x)
     sequences, gates = x.view(2, 4, 4096), residual.view(4, 2, 4096)
     dy = torch.randn(8, 2048, dtype=torch.bfloat16)
-    chosen = torch.arange(8).expand(8, 8)
+    expert_indices = torch.arange(8).expand(8, 8)
     with weft.backend("reference"):
-        rows = weft.row_map(chosen, 8, align=16)
+        rows = weft.row_map(expert_indices, 8, align=16)
     probs, permuted = torch.rand(8, 8), torch.empty(len(rows.slot_of_row), 4096, dtype=torch.bfloat16)
     gradients = [torch.ones(64) for _ in range(32)]
     norm = torch.tensor(2.0)
@@ -115,7 +115,7 @@ def measure() -> dict[str, float]:
             "quantize": lambda: weft.quantize(x, "1x128"),
             "glu": lambda: weft.glu(x),
             "glu_backward": lambda: weft.glu_backward(dy, x),
-            "row_map": lambda: weft.row_map(chosen, 8, align=16),
+            "row_map": lambda: weft.row_map(expert_indices, 8, align=16),
             "permute": lambda: weft.permute(x, rows, probs),
             "permute with 1x128": lambda: weft.permute(x, rows, probs, quantize="1x128"),
             "unpermute": lambda: weft.unpermute(permuted, rows, probs),

@@ -1,11 +1,11 @@
-"""What every workload launches, and the bytes it computes: recorded before a redesign, compared after it.
+"""Record what every workload launches and the bytes it computes before a redesign, and compare after it.
 
     python tests/support/snapshot.py record before.json     # some minutes; -k norm: workloads with "norm" in their name
     python tests/support/snapshot.py compare before.json    # prints what differs, and exits with 1 if something does
 
-For each workload: the launches of its forward and backward for sm_90 and gfx950 at the real size (kernel, grid, warps,
+Each workload has: the launches of its forward and backward for sm_90 and gfx950 at the real size (kernel, grid, warps,
 constants, dtypes of pointers, integers, floats), those for a CPU with few rows, and a hash of the bytes of every result
-and gradient there. Inputs are drawn from fixed seeds, and memory that nobody writes holds a fixed pattern.
+and gradient there. Inputs are drawn from fixed seeds, and uninitialized memory holds a fixed pattern.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def noting() -> Iterator[list[str]]:
 
 
 def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """An upstream gradient for each differentiable output."""
-    found = {}
+    """Return an upstream gradient for each differentiable output."""
+    gradients = {}
     for seed, (name, value) in enumerate(outputs.items()):
         if value.requires_grad and not handed_through(value):
             drawn = (
@@ -62,14 +62,14 @@ def gradients_of(outputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
                 if device == "cpu"
                 else None
             )
-            found[name] = (torch.empty(value.shape, device=device) if drawn is None else drawn).to(
+            gradients[name] = (torch.empty(value.shape, device=device) if drawn is None else drawn).to(
                 value.dtype
             )
-    return found
+    return gradients
 
 
 def run(call: Call, device: str, *, tracked: bool) -> dict[str, Tensor]:
-    """Results, and gradients where there are any."""
+    """Return results, and gradients if there are any."""
     if not tracked:
         return results(call)
     call = call.requiring_grad()
@@ -78,29 +78,29 @@ def run(call: Call, device: str, *, tracked: bool) -> dict[str, Tensor]:
 
 
 def snapshot(workload: Workload) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     tracked = differentiable(workload)
     for target in TARGETS:
         with under(device=torch.device("meta")), recording(target), noting() as launches:
             run(workload.make("meta"), "meta", tracked=tracked)
-        found[target] = launches
+        record[target] = launches
     with noting() as launches:
         computed = run(small(workload), "cpu", tracked=tracked)
-    found["cpu"] = launches
-    found["bytes"] = {
+    record["cpu"] = launches
+    record["bytes"] = {
         name: hashlib.sha256(words(value).numpy().tobytes()).hexdigest()[:16]
         for name, value in parts(computed).items()
     }
-    return found
+    return record
 
 
 ORDERED = re.compile(r"\] (\[.*?\]) (\[.*?\]) (\[.*?\])$")
 
 
 def in_any_order(line: str) -> str:
-    """A launch without the order of its pointers, integers and floats, which changes where a struct gathers them, and
-    without pointers that are None, of which a new option has more. The name of a kernel is the same with an underscore
-    before it."""
+    """Normalize a launch by sorting its pointers, integers and floats, and dropping pointers that are None. Their order
+    depends on the structs that hold them, and new options add pointers that are None. A leading underscore of the
+    kernel's name is ignored."""
     lists = ORDERED.search(line)
     assert lists is not None
     ordered = [
@@ -112,7 +112,7 @@ def in_any_order(line: str) -> str:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for part in (*TARGETS, "cpu"):
-        old, new = ([in_any_order(line) for line in found[part]] for found in (before, after))
+        old, new = ([in_any_order(line) for line in snapshot_[part]] for snapshot_ in (before, after))
         if old != new:
             yield f"launches on {part}"
             for sign, only, other in (("-", old, new), ("+", new, old)):
@@ -128,13 +128,13 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("-k", metavar="TEXT", default="", help="only workloads whose name contains this")
     arguments = parser.parse_args()
-    chosen = [w for w in distinct() if arguments.k in str(w)]
+    selected = [w for w in distinct() if arguments.k in str(w)]
     before = json.loads(arguments.file.read_text()) if arguments.action == "compare" else {}
-    found, different = {}, 0
-    for number, workload in enumerate(chosen, 1):
-        found[str(workload)] = after = snapshot(workload)
+    records, different = {}, 0
+    for number, workload in enumerate(selected, 1):
+        records[str(workload)] = after = snapshot(workload)
         if sys.stderr.isatty():
-            print(f"\r{number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+            print(f"\r{number} of {len(selected)}", end="", file=sys.stderr, flush=True)
         if arguments.action == "compare":
             lines = (
                 list(differences(before[str(workload)], after))
@@ -145,8 +145,10 @@ def main() -> int:
             for line in [str(workload), *(f"  {line}" for line in lines)] if lines else []:
                 print(line)
     if arguments.action == "record":
-        arguments.file.write_text(json.dumps(found, indent=1))
-    print(f"{len(chosen)} workloads, {different} differ" if before else f"{len(chosen)} workloads recorded")
+        arguments.file.write_text(json.dumps(records, indent=1))
+    print(
+        f"{len(selected)} workloads, {different} differ" if before else f"{len(selected)} workloads recorded"
+    )
     return int(different > 0)
 
 

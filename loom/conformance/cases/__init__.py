@@ -1,1 +1,1 @@
-"""Drivers for projects that have no tests of their own that fit, and what projects are told before their tests."""
+"""Drivers for projects without suitable tests of their own, and preparations of projects before their tests."""

@@ -1,4 +1,4 @@
-"""What the drivers share."""
+"""Helpers of the drivers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triton_loom.testing import assert_not_worse
 
 
 def bare_package(name: str, **contents: Any) -> None:
-    """Lets modules of a package be imported without the package's own `__init__`, which wants more than its kernels do.
+    """Make modules of a package importable without its `__init__`, which needs more than its kernels do.
 
-    What else these modules import from there is given as `contents`.
+    `contents` are the names that these modules import from the package.
     """
     directory = Path(*name.split("."))
     module = ModuleType(name)
@@ -36,8 +36,8 @@ def exact(value: Any) -> Any:
 
 
 def agrees(operator: Callable[..., Any], reference: Callable[..., Any], *inputs: Any) -> None:
-    """The outputs of an operator are no worse than those of the reference in the same dtype, by the reference in
-    float64; integers are the same. Both get copies of the inputs."""
+    """Assert that an operator's outputs are no worse than the reference's in the same dtype, both compared with the
+    reference in float64, and that integers are equal. Both get copies of the inputs."""
 
     def copies(change: Callable[[Any], Any] = lambda value: value) -> list[Any]:
         return [change(value.clone()) if isinstance(value, torch.Tensor) else value for value in inputs]
@@ -47,7 +47,7 @@ def agrees(operator: Callable[..., Any], reference: Callable[..., Any], *inputs:
         outputs(reference(*copies())),
         outputs(reference(*copies(exact))),
     ]
-    assert len({len(result) for result in results}) == 1, "not as many outputs as the reference has"
+    assert len({len(result) for result in results}) == 1, "the number of outputs differs from the reference's"
     for got, eager, truth in zip(*results, strict=True):
         if got.is_floating_point():
             assert_not_worse(got, truth, eager)
@@ -56,13 +56,13 @@ def agrees(operator: Callable[..., Any], reference: Callable[..., Any], *inputs:
 
 
 def gradients(function: Callable[..., Any], count: int) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A function that gives the outputs of another and the gradients of its first `count` arguments."""
+    """Return a function that returns another's outputs and the gradients of its first `count` arguments."""
 
     def both(*inputs: Any) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in inputs[:count]]
         results = outputs(function(*leaves, *inputs[count:]))
         generator = torch.Generator().manual_seed(5)
-        # bfloat16 numbers, so that every dtype starts from the same ones.
+        # Values that bfloat16 represents, so that every dtype has the same upstream gradients.
         upstream = [torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype) for y in results]
         return (*(y.detach() for y in results), *torch.autograd.grad(results, leaves, upstream))
 
@@ -70,7 +70,7 @@ def gradients(function: Callable[..., Any], count: int) -> Callable[..., tuple[t
 
 
 def allow(*tensors: torch.Tensor) -> None:
-    """Tensors that a kernel reaches by addresses that it finds in memory: an emulated GPU has to be told of them."""
+    """Tell an emulated GPU about tensors that a kernel reaches through addresses in memory."""
     from triton_loom.emulator import scope
 
     if triton.runtime.driver.active.get_current_target().backend == "cuda":

@@ -190,7 +190,7 @@ def test_gemma_routing() -> None:
 
 
 def test_per_token_group_quant_int8() -> None:
-    """The kernel truncates, where quantisation usually rounds: see docs/found.md."""
+    """The kernel truncates, where quantization usually rounds: see docs/found.md."""
     x = torch.randn(6, 256).bfloat16()
     quantized, scales = ops("quantization.int8_kernel").per_token_group_quant_int8(x, 128)
     groups = x.float().view(6, 2, 128)

@@ -27,17 +27,17 @@ on_hopper = pytest.mark.skipif(not HOPPER, reason="copies of tiles (TMA) that ar
 
 @functools.cache
 def tutorial(name: str, *values: str) -> SimpleNamespace:
-    """What a tutorial imports, its functions and classes, and of the rest the statements that give these values."""
+    """Load a tutorial's imports, functions and classes, and of its other statements those that define these values."""
     file = next(file for entry in sys.path for file in Path(entry).glob(f"{name}*.py"))
 
     def wanted(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.FunctionDef):
             return not any("perf_report" in ast.unparse(each) for each in statement.decorator_list)
-        given = [
+        assigned = [
             n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         ]
         kinds = ast.Import | ast.ImportFrom | ast.ClassDef
-        return isinstance(statement, kinds) or any(value in given for value in values)
+        return isinstance(statement, kinds) or any(value in assigned for value in values)
 
     sys.modules.setdefault("tabulate", ModuleType("tabulate"))  # one of them prints with it
     text = ast.parse(file.read_text(), str(file))

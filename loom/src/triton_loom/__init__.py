@@ -44,7 +44,7 @@ __all__ = [
 def active() -> Iterator[None]:
     """Launch Triton kernels on the CPU inside a `with` block, whatever the machine's default device is.
 
-    The choice of a device is Triton's own global state: it holds for every thread of the process.
+    The current device is Triton's own global state: the change holds for every thread of the process.
     """
     driver = _driver()
     with driver.activated(driver.LoomDriver()):
@@ -52,9 +52,9 @@ def active() -> Iterator[None]:
 
 
 def obstacle() -> str | None:
-    """Why kernels cannot be built on this machine and what to do about it; None if nothing is known to be in the way.
+    """Return why kernels cannot be built on this machine and how to fix it; None if no obstacle is known.
 
-    It looks for a C++ compiler and does not run it: the answer costs a few look-ups of files.
+    It looks for a C++ compiler without running it: the answer costs a few file look-ups.
     """
     from .device import toolchain
 
@@ -71,16 +71,16 @@ def sanitize(*, collect: bool = False, dry: bool = False) -> Iterator[Sanitizer]
 
     A launch that reads or writes outside of its tensor arguments, reads memory that nobody has written since it was
     allocated, races with itself, lets an offset overflow, breaks a promise made to the compiler or uses lanes that a
-    load has left undefined raises `SanitizerError`; with `collect=True` it goes on and the scope lists the findings.
+    load has left undefined raises `SanitizerError`; with `collect=True` it continues and the scope lists the findings.
 
-    With `dry=True` launches evaluate addresses only: nothing is loaded (a load gives zeros) or stored, and of a large
-    grid a sample of programs runs. Tensors may then be as large as can be declared, without being touched.
+    With `dry=True` launches evaluate addresses only: nothing is stored, loads return zeros, and a large grid runs only
+    a sample of its programs. Tensors are never touched and may then be as large as can be declared.
 
         with triton_loom.sanitize(collect=True) as seen:
             kernel[grid](x, y)
         print(*seen.findings, sep="\\n")
 
-    `seen.verdicts` says of every launch whether it was clean, or why it was not checked.
+    `seen.verdicts` tells for every launch whether it was clean, or why it was not checked.
     """
     driver = _driver()
     from .witness import sanitizer
@@ -97,8 +97,8 @@ def count() -> Iterator[Counter]:
             kernel[grid](x, y)
         print(counted.launches[0].arguments["x_ptr"].loads.distinct)
 
-    What is counted is explained at `triton_loom.witness.counters.Traffic`; `counted.verdicts` says of every launch
-    whether it was, or why not.
+    `triton_loom.witness.counters.Traffic` defines the counts; `counted.verdicts` tells for every launch whether it was
+    counted, or why not.
     """
     driver = _driver()
     from .witness import counters
@@ -109,13 +109,13 @@ def count() -> Iterator[Counter]:
 
 @contextmanager
 def explain() -> Iterator[Explained]:
-    """Say what kernels became, and where the time of the launches inside a `with` block goes.
+    """Show which loop nests kernels became, and where launches inside a `with` block spend their time.
 
         with triton_loom.explain() as explained:
             kernel[grid](x, y)
         print(explained)
 
-    Kernels are compiled anew to take the time of each of their loop nests, by the processor's own clock. Not inside
+    Kernels are recompiled to time each of their loop nests by the processor's own clock. This does not work inside
     `sanitize()` or `count()`, whose kernels spend their time on checks.
     """
     driver = _driver()
@@ -137,25 +137,26 @@ def emulate(
     limit: float | None = None,
     strict: bool = False,
 ) -> Iterator[Gpu]:
-    """Emulate an NVIDIA GPU inside a `with` block: stock Triton compiles kernels for it, and their PTX is executed on
-    this machine, on CPU tensors.
+    """Emulate an NVIDIA GPU inside a `with` block, on CPU tensors.
+
+    Stock Triton compiles kernels for the GPU, and their PTX is executed on this machine.
 
         with triton_loom.emulate("sm_90") as gpu:
             kernel[grid](x, y, n, BLOCK=1024)
         print(gpu.report())
 
-    A launch in which something is found (threads that race, memory that is not the kernel's) raises `HazardError`
-    when it is over; with `raises=False` it goes on, and `gpu.findings` lists what was found. Without `checks`,
-    addresses alone are checked; `ignore` names kinds of findings that are not reported, and `strict` reports also what
-    PTX asks for and Triton leaves out in general (fences after mbarriers are made). Asynchronous copies arrive as
-    late as they may, or, with `delivery="early"`, at once.
+    A launch with findings (racing threads, accesses to memory that is not the kernel's) raises `HazardError` when it
+    is over; with `raises=False` it continues, and `gpu.findings` lists them. Without `checks`, only addresses are
+    checked. `ignore` names kinds of findings that are not reported; `strict` also reports what PTX requires and Triton
+    always omits (fences after mbarriers are initialized). Asynchronous copies arrive as late as they may, or at once
+    with `delivery="early"`.
 
-    A block that runs for more than `limit` seconds is a finding that names the line where it is, and ends the launch.
-    The limit is 60 seconds, or what the environment variable TRITON_LOOM_EMULATE_LIMIT says; `math.inf` is none.
+    A block that runs for more than `limit` seconds ends the launch with a finding that names its current line.
+    The limit defaults to 60 seconds, or to the environment variable TRITON_LOOM_EMULATE_LIMIT; `math.inf` means none.
 
-    `gpu.counters` says what each kernel did and each of its lines: instructions by class, barriers, products of
-    matrices. With `counters=True` it also has what was asked of global and shared memory, beside the least for the
-    same bytes; `gpu.report(lines=True)` prints all of it.
+    `gpu.counters` counts the instructions by class, barriers and matrix products of each kernel and line. With
+    `counters=True` it also counts transactions of global and shared memory, beside the minimum for the same bytes;
+    `gpu.report(lines=True)` prints all of it.
 
     Targets are sm_80, sm_86, sm_89, sm_90, sm_100 and sm_120. The choice holds for every thread of the process, and a
     process in which a GPU was emulated cannot use a real one.
@@ -173,7 +174,7 @@ def emulate(
 
 
 def __getattr__(name: str) -> object:
-    """What is imported when it is asked for."""
+    """Import `HazardError` on first use."""
     if name == "HazardError":
         from .emulator.findings import HazardError
 
@@ -182,7 +183,7 @@ def __getattr__(name: str) -> object:
 
 
 def _driver() -> ModuleType:
-    """Triton goes first: while it is being imported it looks for a backend, and would find one half imported."""
+    """Import Triton before the driver: Triton itself looks for backends and would find one half imported."""
     import triton  # noqa: F401
 
     from . import driver

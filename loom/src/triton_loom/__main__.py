@@ -8,30 +8,30 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The command line; its exit code."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m triton_loom")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, does in {
+    for name, summary in {
         "report": "run a script under the sanitizer and the counters",
-        "prove": "run a script, and prove its kernels for other sizes",
+        "prove": "run a script and prove its kernels for other sizes",
     }.items():
-        command = commands.add_parser(name, help=does)
+        command = commands.add_parser(name, help=summary)
         command.add_argument(
             "--device",
             choices=["cpu"],
-            help="put the tensors that the script puts on a GPU on the CPU instead",
+            help="put tensors on the CPU where the script puts them on a GPU",
         )
         command.add_argument("script")
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    given = parser.parse_args()
-    if not Path(given.script).is_file():
-        parser.error(f"there is no file {given.script}")
-    if given.command == "prove":
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args()
+    if not Path(options.script).is_file():
+        parser.error(f"there is no file {options.script}")
+    if options.command == "prove":
         from .prove.command import run
     else:
         from .report import run
 
-    return run(given.script, given.arguments, given.device)
+    return run(options.script, options.arguments, options.device)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LoomBackend(BaseBackend):
-    """How Triton compiles for the CPU."""
+    """Triton's compiler backend for the CPU."""
 
     binary_ext = "so"
 
@@ -39,7 +39,7 @@ class LoomBackend(BaseBackend):
         from .options import LoomOptions
 
         arch, *features = str(self.target.arch or "native").split("+")  # "native+sanitize": see driver.py
-        given = {
+        defaults = {
             "arch": knobs.runtime.override_arch or arch,
             "witness": tuple(name for name in features if name not in (EXPLAIN, HARDWARE_DOT)),
             "explain": EXPLAIN in features,
@@ -47,7 +47,7 @@ class LoomBackend(BaseBackend):
             "quick_build": switched_on("TRITON_LOOM_QUICK_BUILD"),
             "spin_limit": seconds("TRITON_LOOM_SPIN_LIMIT", default=120),
         }
-        return LoomOptions.of({**given, **options})
+        return LoomOptions.of({**defaults, **options})
 
     def get_codegen_implementation(self, options: LoomOptions) -> dict[str, Any]:
         return {"min_dot_size": lambda lhs, rhs: (1, 1, 1)}
@@ -100,8 +100,10 @@ _TO_POINTERS = ("rewrite_tensor_descriptor_to_pointer", "canonicalizer", "cse")
 def make_ttir(
     module: Any, metadata: dict[str, Any], *, without: Collection[str] = (), described: bool = False
 ) -> Any:
-    """Run the stage that Triton calls `ttir`: its own passes, none that knows a GPU, all but those named. With
-    `described`, the metadata have the text before descriptors become pointers, if there are any."""
+    """Run the stage that Triton calls `ttir`: its own target-independent passes, except those in `without`.
+
+    With `described`, store the text from before descriptors become pointers in the metadata, if there are any.
+    """
     first, *rest = TTIR_PASSES
     _run([first], module)
     text = str(module.str()) if described else ""
@@ -110,10 +112,10 @@ def make_ttir(
     return module
 
 
-def _run(chosen: Sequence[tuple[Any, str]], module: Any) -> None:
+def _run(selected: Sequence[tuple[Any, str]], module: Any) -> None:
     manager = ir.pass_manager(module.context)
     manager.enable_debug()
-    for family, name in chosen:
+    for family, name in selected:
         if add := getattr(family, f"add_{name}", None):
             add(manager)
     manager.run(module, "make_ttir")
@@ -130,7 +132,7 @@ def without_descriptors(file: Path) -> str:
 
 
 def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
-    """From TTIR to C++; what the launcher has to know goes into the metadata."""
+    """Translate TTIR to C++; store what the launcher needs in the metadata."""
     from .codegen import emit
 
     kernel = emit.generate(
@@ -150,14 +152,14 @@ def make_c(module: Any, metadata: dict[str, Any], options: LoomOptions) -> str:
 
 
 def make_so(source: str, options: LoomOptions) -> bytes:
-    """From C++ to a shared object."""
+    """Compile C++ to a shared object."""
     from .device import toolchain
 
-    # An instrumented kernel spends its time at its accesses, whatever the optimisation.
+    # An instrumented kernel spends its time at its accesses, whatever the optimization level.
     return toolchain.build(source, options.arch, quick=options.quick_build or bool(options.witness))
 
 
-# What makes a kernel of its source: a change elsewhere, in the prover or the emulator, leaves kernels as they are.
+# Files that determine the compiled code: a change elsewhere, in the prover or the emulator, keeps cached kernels valid.
 _COMPILES = (
     "compiler.py",
     "features.py",
@@ -177,5 +179,5 @@ def sources() -> list[Path]:
 
 @functools.lru_cache
 def _hash_of_sources() -> str:
-    """Return a hash that an upgraded compiler changes, so that kernels are compiled anew."""
+    """Return a hash that changes when the compiler does, so that kernels are recompiled."""
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sources())).hexdigest()

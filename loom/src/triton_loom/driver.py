@@ -1,4 +1,4 @@
-"""Triton's run-time interface: when the CPU is the current device, and what it answers as one."""
+"""Triton's runtime interface: when the CPU is the current device, and its properties as a device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .features import COUNT, EXPLAIN, HARDWARE_DOT, SANITIZE, switched_on
 if TYPE_CHECKING:
     from .device.launcher import LoomLauncher
 
-# No CUDA ordinal, so that a kernel launched on both devices in one process keeps two sets of binaries.
+# Not a CUDA ordinal, so that a kernel launched on both devices in one process keeps two sets of binaries.
 CPU = -1
 # Instrumented kernels run on devices of their own, for the same reason.
 INSTRUMENTED = {(SANITIZE,): -2, (COUNT,): -3, (SANITIZE, COUNT): -4}
-# And so do kernels whose bf16 dots are the processor's own: each of the above has a twin, four further down. Those that
-# take their time are further down still.
+# So do kernels that use the processor's bf16 dots: each device above has a twin, four further down. Kernels that
+# time their nests are another eight below.
 _TWIN = 4
 _EXPLAINED = 8
 
@@ -30,9 +30,9 @@ _EXPLAINED = 8
 class LoomDriver(DriverBase):
     """The CPU as a Triton device. Any number of instances may exist.
 
-    `witness` is what kernels do at each access to memory (see `witness`); the process may ask for it by environment.
-    So it may for the processor's own bf16 dots: TRITON_LOOM_HARDWARE_DOT=1, read when the device is made. With
-    `explain`, or TRITON_LOOM_EXPLAIN=1, kernels that are not instrumented take the time of their nests.
+    `witness` names what kernels do at each memory access (see `witness`); None reads it from the environment.
+    TRITON_LOOM_HARDWARE_DOT=1, read when the device is created, selects the processor's bf16 dots. With `explain`, or
+    TRITON_LOOM_EXPLAIN=1, kernels that are not instrumented time their nests.
     """
 
     def __init__(self, witness: tuple[str, ...] | None = None, explain: bool | None = None) -> None:
@@ -45,11 +45,11 @@ class LoomDriver(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Only when no other backend has a device, or by name."""
+        """Return True if no other backend has a device, or if the CPU was selected by name."""
         if os.environ.get("TRITON_DEFAULT_BACKEND") == "cpu":
             return True
         if getattr(_asking, "others", False):
-            return False  # another backend that also defers to all others asks back: it may go first
+            return False  # another backend that also defers to all others is asking: it may go first
         from triton.backends import backends
 
         _asking.others = True
@@ -93,7 +93,7 @@ class LoomDriver(DriverBase):
         return LoomInterface
 
     def get_empty_cache_for_benchmark(self) -> Any:
-        """Enough to push inputs out of every core's own caches; a server's shared one may be 10x that."""
+        """Allocate enough to evict inputs from every core's private caches; a server's shared cache may be 10x that."""
         import torch
 
         return torch.empty(32 << 20, dtype=torch.int8)
@@ -107,7 +107,7 @@ _asking = threading.local()
 
 @contextmanager
 def activated(device: DriverBase) -> Iterator[None]:
-    """Makes this the device of all launches inside a `with` block."""
+    """Launch on this device inside a `with` block."""
     from triton.runtime import driver
 
     # Not the public `driver.active`: reading that would start the default device's runtime.
@@ -120,7 +120,7 @@ def activated(device: DriverBase) -> Iterator[None]:
 
 
 def instrumented() -> AbstractContextManager[None]:
-    """Makes the CPU, instrumented for all scopes that are open, the device of all launches inside a `with` block."""
+    """Launch on the CPU, instrumented for all open scopes, inside a `with` block."""
     from .witness.scopes import SCOPES
 
     return activated(LoomDriver(SCOPES.modes))
@@ -141,36 +141,36 @@ def _launcher(watched: bool, explained: bool) -> type[LoomLauncher]:
 
 
 def _open_scopes() -> tuple[str, ...]:
-    """What the scopes that are open ask for; one may be that of the process.
+    """Return the modes that the open scopes need, among them the process-wide sanitizer.
 
     TRITON_LOOM_SANITIZE=1: every launch is checked and the first finding raised; =collect: findings are printed at
     the end.
     """
     from .witness.scopes import SCOPES
 
-    asked = os.environ.get("TRITON_LOOM_SANITIZE", "0")
-    if asked in ("", "0"):
+    value = os.environ.get("TRITON_LOOM_SANITIZE", "0")
+    if value in ("", "0"):
         return SCOPES.modes
-    if asked not in ("1", "collect"):
-        raise ValueError(f"TRITON_LOOM_SANITIZE is 0, 1 or collect; got {asked!r}")
+    if value not in ("1", "collect"):
+        raise ValueError(f"TRITON_LOOM_SANITIZE must be 0, 1 or collect; got {value!r}")
     from .witness import sanitizer
 
-    sanitizer.sanitize_process(collect=asked == "collect")
+    sanitizer.sanitize_process(collect=value == "collect")
     return SCOPES.modes
 
 
 def _explain() -> bool:
-    """TRITON_LOOM_EXPLAIN=1: what kernels became and where their time went is printed when the process ends."""
-    asked = switched_on("TRITON_LOOM_EXPLAIN")
-    if asked:
+    """Read TRITON_LOOM_EXPLAIN; if it is 1, print the nests of all kernels and their time when the process ends."""
+    enabled = switched_on("TRITON_LOOM_EXPLAIN")
+    if enabled:
         from . import explained
 
         explained.explain_process()
-    return asked
+    return enabled
 
 
 class LoomInterface:
-    """What `triton.testing` asks of `torch.cuda`, for a device that has finished when a launch returns."""
+    """The part of `torch.cuda` that `triton.testing` uses, for a device that has finished when a launch returns."""
 
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
@@ -203,19 +203,19 @@ class LoomInterface:
 
 
 class LoomUtils:
-    """What Triton asks of a device's driver library."""
+    """The functions that Triton calls in a device's driver library."""
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """Module, function, registers, spills, and the most threads a program may have."""
+        """Return module, function, registers, spills, and the maximum number of threads of a program."""
         from .device import launcher
 
         return (*launcher.load(binary, name), 1, 0, 1 << 30)
 
     def unload_module(self, module: Any) -> None:
-        """Code stays mapped: it is small, and a launch on another thread may still be in it."""
+        """Keep the code mapped: it is small, and a launch on another thread may still be executing it."""
 
     def get_device_properties(self, device: int | None = None) -> dict[str, Any]:
-        """What kernels size their grids by; none of it limits a launch."""
+        """Return the values by which kernels size their grids; none of them limits a launch."""
         import torch
 
         return {

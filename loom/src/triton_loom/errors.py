@@ -1,4 +1,4 @@
-"""What a launch may raise, and what the sanitizer has found when it does."""
+"""Exceptions that a launch may raise, and the findings that the sanitizer attaches to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 FindingKind = Literal[  # in the order of `Kind` in include/witness_data.h
     "out-of-bounds load",
     "out-of-bounds store",
-    "uninitialised read",
+    "uninitialized read",
     "race",
     "offset overflow",
     "broken promise",
@@ -22,16 +22,18 @@ class DeviceAssertion(RuntimeError):
 
 
 class SpinError(DeviceAssertion):
-    """A loop of a program lasted longer than TRITON_LOOM_SPIN_LIMIT, or `spin_limit` among the launch's options."""
+    """A loop of a program ran longer than TRITON_LOOM_SPIN_LIMIT, or the launch option `spin_limit`."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """How it came to that: expressions of the kernel's text, and what they were at the lane that went wrong."""
+    """Cause of a finding: expressions of the kernel's source with their values at the offending lane."""
 
     expression: str  # the address of an access, or the arithmetic that went wrong
-    mask: str | None = None  # of an access; it was true, or the lane would have been off
-    values: Mapping[str, int | str] = field(default_factory=dict)  # of names in the two; only what is certain
+    mask: str | None = None  # of an access; true at this lane
+    values: Mapping[str, int | str] = field(
+        default_factory=dict
+    )  # of names in both expressions; only certain ones
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} = {value}" for name, value in self.values.items())
@@ -41,18 +43,18 @@ class Reason:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a launch did wrong at one line: the first program that did, and how often it happened."""
+    """A violation at one line of a launch: the first program that committed it, and how often it happened."""
 
     kind: FindingKind
     kernel: str
     file: str
     line: int
     detail: str
-    launch: int  # the launches of a scope that were checked count from 0
+    launch: int  # index among the checked launches of the scope
     launched_from: str
     program: tuple[int, int, int] | None = None
     argument: str | None = None
-    index: tuple[int, ...] | None = None  # into the tensor; outside of its shape if the access was
+    index: tuple[int, ...] | None = None  # into the tensor; out of range if the access was
     count: int = 1
     reason: Reason | None = None  # None where nothing is certain
 
@@ -65,7 +67,7 @@ class Finding:
 
 
 class SanitizerError(RuntimeError):
-    """A launch inside `sanitize()` did what it must not; `findings` says what."""
+    """A launch inside `sanitize()` violated a rule; `findings` lists the violations."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("\n".join(map(str, findings)))

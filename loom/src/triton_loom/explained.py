@@ -21,42 +21,42 @@ from .tables import table
 
 @dataclass
 class Nest:
-    """A loop nest: the line of the kernel it comes from, what it does, and what the launches spent in it."""
+    """Loop nest: the kernel line it comes from, what it computes, and the time that launches spent in it."""
 
     file: str
-    line: int  # 0 for what belongs to no nest
+    line: int  # 0 for code outside of any nest
     does: str
-    ticks: int = 0  # of the processor's time-stamp counter, all threads together
-    times: int = 0  # it was entered
+    ticks: int = 0  # of the processor's time-stamp counter, summed over threads
+    times: int = 0  # how often it was entered
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tile in scratch memory."""
+class ScratchTile:
+    """Tile in scratch memory."""
 
     name: str
-    tile: str  # its shape and type: "64x64 f32"
+    tile: str  # shape and dtype: "64x64 f32"
     bytes: int
     why: str
 
 
 @dataclass
 class ExplainedKernel:
-    """One compiled variant of a kernel, and its launches."""
+    """Compiled variant of a kernel, and its launches."""
 
     name: str
     file: str
     line: int
     scratch_bytes: int  # for each thread
     nests: list[Nest]
-    kept: list[Kept]
+    kept: list[ScratchTile]
     launches: int = 0
-    programs: int = 0  # of all launches together
-    fastest: float = math.inf  # of its launches, from call to return, in seconds
+    programs: int = 0  # summed over all launches
+    fastest: float = math.inf  # fastest launch, from call to return, in seconds
 
     @property
     def ticks(self) -> int:
-        """What its launches spent in all nests together."""
+        """Sum of the ticks of all nests."""
         return sum(nest.ticks for nest in self.nests)
 
     def __str__(self) -> str:
@@ -82,26 +82,26 @@ class ExplainedKernel:
 
 
 class Explained:
-    """A scope: the kernels that were launched in it, in the order of their first launch."""
+    """Scope that collects the kernels launched in it, in the order of their first launch."""
 
     def __init__(self) -> None:
-        self._known: dict[ExplainedLauncher, ExplainedKernel] = {}
+        self._by_launcher: dict[ExplainedLauncher, ExplainedKernel] = {}
 
     @property
     def kernels(self) -> list[ExplainedKernel]:
-        """What was launched; a kernel that was compiled for several signatures is there as often."""
-        return list(self._known.values())
+        """Return the launched kernels, one entry for each compiled signature."""
+        return list(self._by_launcher.values())
 
     def kernel(self, launcher: ExplainedLauncher) -> ExplainedKernel:
-        """What the launches of a launcher are added to."""
-        return self._known.setdefault(launcher, launcher.unspent())
+        """Return the record to which a launcher adds its launches."""
+        return self._by_launcher.setdefault(launcher, launcher.new_record())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.kernels)) or "no kernel was launched"
 
 
 class ExplainedLauncher(LoomLauncher):
-    """Launches a kernel that takes the time of its nests, and adds what it took to the scopes that are open."""
+    """Launcher of a kernel that times its nests; adds the times to the open scopes."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
@@ -125,19 +125,23 @@ class ExplainedLauncher(LoomLauncher):
                 nest.ticks += counters[0][i] - before[0][i]
                 nest.times += counters[1][i] - before[1][i]
 
-    def unspent(self) -> ExplainedKernel:
-        """The kernel as it is before its first launch."""
+    def new_record(self) -> ExplainedKernel:
+        """Return the kernel's record before its first launch."""
         return ExplainedKernel(
             self.name,
-            *self.place(self.about["location"]),
+            *self.resolve_location(self.about["location"]),
             scratch_bytes=self.scratch_bytes,
-            nests=[Nest(*self.place(nest["location"]), nest["does"]) for nest in self.about["nests"]],
-            kept=[Kept(**kept) for kept in self.about["kept"]],
+            nests=[
+                Nest(*self.resolve_location(nest["location"]), nest["does"]) for nest in self.about["nests"]
+            ],
+            kept=[ScratchTile(**tile) for tile in self.about["kept"]],
         )
 
-    def place(self, location: str) -> tuple[str, int]:
-        """File and line. The file is the one that the kernel is in now: Triton's cache finds kernels by their text,
-        wherever that was."""
+    def resolve_location(self, location: str) -> tuple[str, int]:
+        """Return file and line.
+
+        The file is the kernel's current one: Triton's cache identifies kernels by their text, wherever it was.
+        """
         file, _, line = location.rpartition(":")
         own = self.file and file == self.about["location"].rpartition(":")[0]
         return (self.file if own else file), int(line or 0)
@@ -148,7 +152,7 @@ _OPEN: list[Explained] = []
 
 @contextmanager
 def explain() -> Iterator[Explained]:
-    """A scope for a `with` block. It hears of launches on a device that is made to explain."""
+    """Open a scope for a `with` block. It receives launches on a device created to explain."""
     scope = Explained()
     _OPEN.append(scope)
     try:
@@ -159,7 +163,7 @@ def explain() -> Iterator[Explained]:
 
 @functools.cache
 def explain_process() -> None:
-    """A scope that lasts as long as the process does: TRITON_LOOM_EXPLAIN."""
+    """Open a scope that lasts as long as the process: TRITON_LOOM_EXPLAIN."""
     scope = Explained()
     _OPEN.insert(0, scope)
     atexit.register(lambda: print(scope, file=sys.stderr))

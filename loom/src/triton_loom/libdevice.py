@@ -1,9 +1,9 @@
-"""The CPU's side of `triton.language.extra.libdevice`: each function is one of `loom_math` in include/math.h.
+"""CPU implementation of `triton.language.extra.libdevice`: each function maps to one of `loom_math` in include/math.h.
 
-Signatures are those of the CUDA library, so a kernel that compiles here compiles there. Letters stand for
-types: i, l are int32, int64; I, L the unsigned ones; f, d are fp32, fp64; b is int1. `name=symbol` gives a
-function another name in C++: the fast variants of a GPU are the exact ones here, and TTIR has forgotten which
-integers are unsigned. `name_*` stands for the four rounding modes.
+Signatures match the CUDA library, so a kernel that compiles here compiles there. Letters stand for types: i, l are
+int32, int64; I, L their unsigned counterparts; f, d are fp32, fp64; b is int1. `name=symbol` gives a function
+another name in C++: a GPU's fast variants map to the exact functions, and TTIR does not record which integers are
+unsigned. `name_*` stands for the four rounding modes.
 """
 
 from __future__ import annotations
@@ -91,16 +91,18 @@ SYMBOLS = _symbols()
 def _function(name: str) -> Any:
     def call(*args: Any, _semantic: Any = None) -> Any:
         tensors = [_semantic.to_tensor(arg) for arg in args]
-        given = tuple(tensor.dtype for tensor in tensors)
-        if given not in SYMBOLS[name]:
-            raise TypeError(f"libdevice.{name} takes {_listed(SYMBOLS[name])}, not {_listed([given])}")
+        types = tuple(tensor.dtype for tensor in tensors)
+        if types not in SYMBOLS[name]:
+            raise TypeError(
+                f"libdevice.{name} takes {_format_signatures(SYMBOLS[name])}, not {_format_signatures([types])}"
+            )
         return core.extern_elementwise("", "", tensors, SYMBOLS[name], is_pure=True, _semantic=_semantic)
 
     call.__name__ = call.__qualname__ = name
     return core.extern(call)
 
 
-def _listed(signatures: Any) -> str:
+def _format_signatures(signatures: Any) -> str:
     return " or ".join(f"({', '.join(map(str, types))})" for types in signatures)
 
 
@@ -108,7 +110,7 @@ globals().update({name: _function(name) for name in SYMBOLS})
 
 
 def __getattr__(name: str) -> Any:
-    """A function without a CPU counterpart fails where a kernel calls it, not where a module imports it."""
+    """Make a function without a CPU counterpart fail where a kernel calls it, not where a module imports it."""
     if name.startswith("__"):
         raise AttributeError(name)
 

@@ -1,4 +1,4 @@
-"""The options a kernel is compiled and launched with."""
+"""Options that a kernel is compiled and launched with."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoomOptions:
-    """The options of a launch. Triton rejects a keyword that is not a field here, hence the second half."""
+    """Launch options. Triton rejects keywords that are not fields here, hence the second half."""
 
     arch: str = "native"
     witness: tuple[str, ...] = ()  # what an instrumented kernel does at each access: "sanitize", "count"
-    explain: bool = False  # take the time of every loop nest
+    explain: bool = False  # time every loop nest
     hardware_dot: bool = False  # bf16 dots by the processor's tiles: faster, in its order of summation
-    quick_build: bool = False  # compiled in half the time, 10 to 30 % slower, the same bits: for tests
-    spin_limit: float = 120  # seconds that a `while` loop of a program may last; 0: no limit
+    quick_build: bool = (
+        False  # builds in half the time, runs 10 to 30 % slower, bit-identical results: for tests
+    )
+    spin_limit: float = 120  # seconds that a `while` loop of a program may run; 0: no limit
     backend_name: str = "cpu"
     warp_size: int = 1
     debug: bool = False
@@ -30,7 +32,7 @@ class LoomOptions:
     allowed_dot_input_precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
     max_num_imprecise_acc_default: int = 0
 
-    # How a GPU shall run the kernel: accepted from callers that tune for one, without effect here.
+    # GPU launch parameters: accepted from callers that tune for a GPU, without effect here.
     num_warps: int = 4
     num_ctas: int = 1
     num_stages: int = 3
@@ -55,9 +57,9 @@ class LoomOptions:
     wgp_cu_mode: str = ""
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> LoomOptions:
-        """Fields that are given and not None; whatever else a caller passes is not an option."""
-        return cls(**{f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None})
+    def of(cls, entries: dict[str, Any]) -> LoomOptions:
+        """Build the options from the known, non-None entries of a dictionary; ignore other keys."""
+        return cls(**{f.name: entries[f.name] for f in fields(cls) if entries.get(f.name) is not None})
 
     def hash(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()

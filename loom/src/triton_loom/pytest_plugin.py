@@ -1,4 +1,4 @@
-"""For pytest: `--loom-sanitize` checks the launches of every test, the fixture `loom_sanitizer` those of one."""
+"""pytest plugin: `--loom-sanitize` checks the launches of all tests, the fixture `loom_sanitizer` those of one test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROPERTY = "loom_verdicts"
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Adds `--loom-sanitize`."""
+    """Add `--loom-sanitize`."""
     parser.getgroup("triton-loom").addoption(
         "--loom-sanitize",
         action="store_true",
@@ -25,14 +25,14 @@ def pytest_addoption(parser: Any) -> None:
 
 @pytest.fixture
 def loom_sanitizer(request: pytest.FixtureRequest) -> Iterator[Sanitizer]:
-    """Checks the launches of a test, which fails at the first finding."""
+    """Check the launches of a test, which fails at the first finding."""
     with _checked(request.node) as sanitizer:
         yield sanitizer
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Iterator[None]:
-    """With `--loom-sanitize`, a test runs in a scope of its own."""
+    """Run each test in its own sanitizer scope if `--loom-sanitize` is set."""
     if not item.config.getoption("--loom-sanitize") or "loom_sanitizer" in item.fixturenames:
         return (yield)
     with _checked(item):
@@ -41,7 +41,7 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
 
 @contextmanager
 def _checked(item: Any) -> Iterator[Sanitizer]:
-    """A scope whose verdicts are kept with the test: so they come back from the workers of pytest-xdist as well."""
+    """Open a scope and store its verdicts with the test, so that pytest-xdist workers return them as well."""
     from . import sanitize
 
     with sanitize() as sanitizer:
@@ -53,15 +53,15 @@ def _checked(item: Any) -> Iterator[Sanitizer]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What became of the launches of all tests that were checked, and which tests launched nothing."""
+    """Summarize the verdicts of all checked launches, and list the tests that launched nothing."""
     from .witness.verdicts import Verdict, summary
 
     verdicts, idle = [], []
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if getattr(report, "when", None) == "teardown":
-            for found in (found for name, found in report.user_properties if name == _PROPERTY):
-                verdicts += [Verdict(*parts) for parts in found]
-                idle += [] if found else [report.nodeid]
+            for recorded in (recorded for name, recorded in report.user_properties if name == _PROPERTY):
+                verdicts += [Verdict(*fields) for fields in recorded]
+                idle += [] if recorded else [report.nodeid]
     if verdicts or idle:
         terminalreporter.section("launches checked by triton_loom.sanitize")
         terminalreporter.line(summary(verdicts))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
-    """A line for each row, with a column for each character of `aligned`: `<` to the left, `>` to the right."""
+    """Format rows as aligned columns, one per character of `aligned`: `<` to the left, `>` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -16,7 +16,7 @@ def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
 
 
 def in_units(number: float) -> str:
-    """A number of bytes in few characters."""
+    """Format a number of bytes compactly."""
     for unit in ("B", "kB", "MB"):
         if number < 10_000:
             return f"{number:,.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Tensor memory for the tests of sm_100: images of it are written, something is done with it, and it is read back."""
+"""Tensor memory for the tests of sm_100: write an image of it, run instructions, and read it back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PER_STATEMENT = 32  # columns
 
 
 def place(lane: int, column: int) -> int:
-    """An address of tensor memory."""
+    """Return an address of tensor memory."""
     return lane << 16 | column
 
 
 @dataclass
 class Kernel:
-    """128 threads: each has a lane of tensor memory. %r10 is its address, %r11 that of the warp's quarter, %r12 the
-    mbarrier's, %p10 says whether the thread is the first. `parts` are the texts of what is done, one after another."""
+    """Kernel of 128 threads, each with a lane of tensor memory. %r10 is its address, %r11 that of the warp's quarter,
+    %r12 the mbarrier's; %p10 is true in the first thread. `parts` are the texts of the steps, in order."""
 
     columns: int = 256
     shared: int = 2048
@@ -72,7 +72,7 @@ class Kernel:
     def run(
         self, image: Array, tiles: Array, options: Options = CHECKED, **changes: str
     ) -> tuple[Array, Outcome]:
-        """Tensor memory afterwards, and what was found. `tiles` are the bytes of shared memory from TILES_AT on."""
+        """Return tensor memory afterward, and the findings. `tiles` are the bytes of shared memory from TILES_AT on."""
         out = aligned_copy(np.zeros((LANES, self.columns), np.uint32))
         filled = np.zeros(self.shared - TILES_AT, np.uint8)
         filled[: tiles.size] = tiles
@@ -82,11 +82,11 @@ class Kernel:
 
 
 def unwritten(columns: int = 256, seed: int = 5) -> Array:
-    """An image in which every cell has a number of its own."""
+    """Return an image in which every cell has a different number."""
     cells = np.random.default_rng(seed).permutation(LANES * columns).astype(np.uint32)
     return cells.reshape(LANES, columns)
 
 
 def only(text: str) -> str:
-    """By the first thread alone."""
+    """Return a text that only the first thread executes."""
     return "\n".join(f"@%p10 {statement.strip()};" for statement in text.split(";") if statement.strip())

@@ -1,4 +1,4 @@
-"""Kernels in Triton that use what sm_100 has: products with scales, accumulators in tensor memory; how to launch each.
+"""Triton kernels for sm_100, with their launches: products with scales, accumulators in tensor memory.
 
 Those of hopper_kernels.py are compiled for sm_100 as well. Scales of 32 elements are powers of two (mxfp8, mxfp4),
 those of 16 are e4m3 (nvfp4).
@@ -24,7 +24,7 @@ def scaled(
     A_TYPE: tl.constexpr, B_TYPE: tl.constexpr, VECTOR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """C = A B^T with scales, all of it by pointers."""
+    """Compute C = A B^T with scales, with pointers only."""
     A_BYTES: tl.constexpr = BK // 2 if A_TYPE == "e2m1" else BK
     B_BYTES: tl.constexpr = BK // 2 if B_TYPE == "e2m1" else BK
     columns = tl.cdiv(N, BN)
@@ -47,15 +47,15 @@ def scaled(
 def scaled_tiles(
     a, a_scales, b, b_scales, c, N, K,
     TYPE: tl.constexpr, VECTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPECIALISED: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """The same by descriptors, tile after tile. Scales lie as tensor memory wants them: 512 bytes for 128 rows and four
-    scales of each; so they are copied there from shared memory."""
+    """Compute C = A B^T with scales by descriptors, tile by tile. Scales have tensor memory's layout, 512 bytes for 128
+    rows and four scales of each, so they are copied there from shared memory."""
     BYTES: tl.constexpr = BK // 2 if TYPE == "e2m1" else BK
     PARTS: tl.constexpr = BK // VECTOR // 4
     columns = tl.cdiv(N, BN)
     tiles = c.shape[0] // BM * columns
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALISED):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALIZED):
         row, column = tile // columns * BM, tile % columns * BN
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(K // BK):
@@ -72,7 +72,7 @@ def scaled_tiles(
 def two_products(
     a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """A B + C D, both added to one accumulator in every turn of the loop."""
+    """Compute A B + C D, both added to one accumulator in every iteration."""
     rows, columns, ks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -89,7 +89,7 @@ def two_products(
 def two_fresh_products(
     a, b, c, out_ptr, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MEETS: tl.constexpr
 ):
-    """(A B^T) (A C^T), element by element: each turn makes two products from zero, and adds them up in registers."""
+    """Compute (A B^T) (A C^T), elementwise: each iteration computes two products from zero, and sums in registers."""
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     total, gate = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -108,14 +108,14 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix: codes (two to a byte in e2m1), scales along its rows, and its numbers."""
+    """A scaled matrix: codes (two per byte in e2m1), scales along its rows, and its values."""
 
     codes: Tensor
     scales: Tensor
     numbers: Tensor
 
     def in_tiles(self) -> Tensor:
-        """The scales as `scaled_tiles` wants them: [1, rows / 128, scales / 4, 2, 256]."""
+        """Return the scales in the layout of `scaled_tiles`: [1, rows / 128, scales / 4, 2, 256]."""
         rows, count = self.scales.shape
         tiles = self.scales.reshape(rows // 128, 4, 32, count // 4, 4).permute(0, 3, 2, 1, 4)
         return tiles.contiguous().reshape(1, rows // 128, count // 4, 2, 256)
@@ -161,7 +161,7 @@ def scaled_products(
 
 
 def scaled_by_tiles(
-    type_: str, vector: int = 32, specialised: bool = False, *, m: int = 128, n: int = 128, k: int = 512,
+    type_: str, vector: int = 32, specialized: bool = False, *, m: int = 128, n: int = 128, k: int = 512,
     bm: int = 128, bn: int = 128, bk: int = 128, programs: int = 2, **options: Any,
 ) -> Case:  # fmt: skip
     def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
@@ -180,7 +180,7 @@ def scaled_by_tiles(
                 TensorDescriptor.from_tensor(c, [bm, bn]),
             ]
             return scaled_tiles[(programs,)](
-                *described, n, k, TYPE=type_, VECTOR=vector, SPECIALISED=specialised, **sizes
+                *described, n, k, TYPE=type_, VECTOR=vector, SPECIALIZED=specialized, **sizes
             )
 
         return c, a.numbers @ b.numbers.T, launch

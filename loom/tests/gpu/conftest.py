@@ -1,4 +1,4 @@
-"""A machine that executes nothing: what arrives at it is written down."""
+"""A machine that executes nothing and records its launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_loom.ptx import text
 
 @dataclass
 class Recorder:
-    """Stands in for the machine: the arguments of `machine.run`, and what it answers."""
+    """Stand-in for the machine: records the arguments of `machine.run`, and returns a given outcome."""
 
     launches: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

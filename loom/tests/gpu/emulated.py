@@ -28,7 +28,7 @@ LINE = 40  # of Python, that all of a body comes from
 
 
 def ptx(body: str, arrays: int = 1, threads: int = 32) -> str:
-    """A module: %rd0, ..., %rd15 are the addresses of the first arrays and %r0 is the number of the thread."""
+    """Return a module in which %rd0, ..., %rd15 are the addresses of the first arrays, and %r0 the thread's number."""
     parameters = ", ".join(f".param .u64 p{k}" for k in range(arrays))
     loads = [f"ld.param.b64 %rd{k}, [p{k}];" for k in range(min(arrays, 16))] + ["mov.u32 %r0, %tid.x;"]
     lines = [HEAD.format(parameters=parameters, threads=threads, line=LINE), *loads, body, "ret;", "}"]
@@ -63,7 +63,7 @@ def launch(
 
 
 def aligned(array: Array) -> Array:
-    """A copy that begins at a multiple of 64 bytes, as tensors do."""
+    """Return a copy aligned to 64 bytes, like tensors."""
     room = np.zeros(array.nbytes + 64, np.uint8)
     begin = -room.ctypes.data % 64
     copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -72,17 +72,17 @@ def aligned(array: Array) -> Array:
 
 
 def words(count: int) -> Array:
-    """Room for results."""
+    """Return an array for results."""
     return np.zeros(count, np.uint32)
 
 
 def store_results(*registers: str) -> str:
-    """Thread t of block 0 writes its registers (of 32 bits) to p0[t * n], p0[t * n + 1], ..."""
+    """Return a text in which thread t of block 0 writes its 32-bit registers to p0[t * n], p0[t * n + 1], ..."""
     lines = [f"mul.wide.u32 %rd100, %r0, {4 * len(registers)};", "add.s64 %rd100, %rd0, %rd100;"]
     lines += [f"st.global.b32 [%rd100+{4 * k}], {name};" for k, name in enumerate(registers)]
     return "\n".join(lines)
 
 
 def kinds(outcome: Outcome) -> list[str]:
-    """What was found, each kind once."""
+    """Return the kinds of findings, each once."""
     return sorted({finding.kind for finding in outcome.findings})

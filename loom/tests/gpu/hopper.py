@@ -1,4 +1,4 @@
-"""Tensor maps and swizzled tiles for the tests of sm_90, from the manual and not from the machine."""
+"""Tensor maps and swizzled tiles for the tests of sm_90, written from the manual, not from the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWIZZLES = {"none": 0, "32": 1, "64": 2, "128": 3}
 
 
 def aligned(count: int, dtype: Any, alignment: int = 128) -> Array:
-    """Zeros at a multiple of some bytes."""
+    """Return zeros with this alignment."""
     size = np.dtype(dtype).itemsize
     room = np.zeros(count * size + alignment, np.uint8)
     skipped = -room.ctypes.data % alignment
@@ -46,7 +46,7 @@ def tensor_map(
     interleave: int = 0,
     step: int = 1,
 ) -> Array:
-    """The 128 bytes of a map of an array (or of a part of it, from its first element), outermost dimension first."""
+    """Return the 128 bytes of a map of an array (or of a part from its first element), outermost dimension first."""
     shape = shape or array.shape
     rank = len(shape)
 
@@ -64,25 +64,25 @@ def tensor_map(
 
 
 def swizzled(offset: int, swizzle: str) -> int:
-    """Where a byte of shared memory lies, by its offset from the beginning: bits 4-6 are xor-ed with the number of the
-    row of 128 bytes, of which a swizzle of 64 bytes takes two bits and one of 32 bytes one."""
+    """Return the swizzled offset of a byte of shared memory: bits 4-6 are xor-ed with the number of the 128-byte row,
+    of which a swizzle of 64 bytes takes two bits and one of 32 bytes one."""
     address = BASE + offset
     row = address // 128 % {"none": 1, "32": 2, "64": 4, "128": 8}[swizzle]
     return (address ^ row * 16) - BASE
 
 
 def tile(array: Array, at: Sequence[int], box: Sequence[int], outside: Any = 0) -> Array:
-    """The elements of a box, with something else where it reaches beyond the array."""
-    found = np.full(box, outside, array.dtype)
+    """Return the elements of a box, with a fill value where it reaches beyond the array."""
+    result = np.full(box, outside, array.dtype)
     for index in np.ndindex(*box):
-        place = tuple(a + k for a, k in zip(at, index, strict=True))
-        if all(0 <= p < n for p, n in zip(place, array.shape, strict=True)):
-            found[index] = array[place]
-    return found
+        position = tuple(a + k for a, k in zip(at, index, strict=True))
+        if all(0 <= p < n for p, n in zip(position, array.shape, strict=True)):
+            result[index] = array[position]
+    return result
 
 
 def in_shared(content: Array, swizzle: str, room: int, offset: int = 0) -> Array:
-    """The bytes of shared memory with a tile in them."""
+    """Return the bytes of shared memory with a tile in them."""
     raw = np.ascontiguousarray(content).view(np.uint8).reshape(-1)
     memory = np.zeros(room, np.uint8)
     for k, byte in enumerate(raw):
@@ -94,7 +94,7 @@ def in_shared(content: Array, swizzle: str, room: int, offset: int = 0) -> Array
 
 
 def wait(barrier: str = "%r1", parity: int | str = 0, label: str = "wait") -> str:
-    """The loop that Triton writes around try_wait."""
+    """Return the loop that Triton writes around try_wait."""
     return (
         f"{{ .reg .pred done; {label}: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity}; "
         f"@!done bra.uni {label}; }}"
@@ -102,7 +102,7 @@ def wait(barrier: str = "%r1", parity: int | str = 0, label: str = "wait") -> st
 
 
 def words_out(count: int, offset: int, to: str = "%rd0", threads: int = 32) -> str:
-    """Copies words of shared memory to global memory: thread t those of number t, t + threads, ..."""
+    """Return a text that copies words from shared to global memory: thread t copies words t, t + threads, ..."""
     lines = ["mov.b32 %r200, smem; mad.lo.s32 %r200, %r0, 4, %r200; mul.wide.u32 %rd110, %r0, 4;"]
     lines.append(f"add.s64 %rd110, {to}, %rd110;")
     for k in range(0, count, threads):
@@ -111,7 +111,7 @@ def words_out(count: int, offset: int, to: str = "%rd0", threads: int = 32) -> s
 
 
 def words_in(count: int, offset: int, source: str = "%rd0", threads: int = 32) -> str:
-    """The other way round."""
+    """Return a text that copies words from global to shared memory: thread t copies words t, t + threads, ..."""
     lines = ["mov.b32 %r200, smem; mad.lo.s32 %r200, %r0, 4, %r200; mul.wide.u32 %rd110, %r0, 4;"]
     lines.append(f"add.s64 %rd110, {source}, %rd110;")
     for k in range(0, count, threads):
@@ -121,7 +121,7 @@ def words_in(count: int, offset: int, source: str = "%rd0", threads: int = 32) -
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Of a box, outermost first; as PTX has them, the innermost is first."""
+    """Coordinates of a box, outermost first; as text, innermost first like in PTX."""
 
     at: tuple[int, ...]
 

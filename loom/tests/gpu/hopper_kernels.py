@@ -1,4 +1,4 @@
-"""Kernels in Triton that use what sm_90 has: tensor descriptors, wgmma, warp specialisation; how to launch each."""
+"""Triton kernels for sm_90, with their launches: tensor descriptors, wgmma, warp specialization."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Descriptors that a kernel makes lie in scratch memory, which the emulated driver gives.
+# Descriptors that a kernel makes are in scratch memory, which the emulated driver provides.
 
 
 @triton.jit
 def host_descriptors(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """C = A B^T, one tile a program."""
+    """Compute C = A B^T, one tile per program."""
     columns = tl.cdiv(N, BN)
     row, column = tl.program_id(0) // columns * BM, tl.program_id(0) % columns * BN
     total = tl.zeros((BM, BN), tl.float32)
@@ -37,15 +37,15 @@ def device_descriptors(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPECIALISED: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):
-    """C = A B^T, tile after tile in every program; the descriptors are made here."""
+    """Compute C = A B^T, tile by tile in every program, with descriptors that the kernel makes."""
     a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
     b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
     c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * columns
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALISED):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=SPECIALIZED):
         row, column = tile // columns * BM, tile % columns * BN
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
@@ -56,9 +56,9 @@ def device_descriptors(
 @triton.jit
 def attention(
     q, k, v, o, rows, scale, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-    SPECIALISED: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """softmax(Q K^T) V without the scores ever being stored; a program has BM rows of one head."""
+    """Compute softmax(Q K^T) V without storing the scores; a program has BM rows of one head."""
     head = tl.program_id(1) * rows
     first = tl.program_id(0) * BM
     at = first + tl.arange(0, BM)
@@ -67,7 +67,7 @@ def attention(
     weight = tl.zeros((BM,), tl.float32)
     total = tl.zeros((BM, D), tl.float32)
     end = first + BM if CAUSAL else rows
-    for n in tl.range(0, end, BN, warp_specialize=SPECIALISED):
+    for n in tl.range(0, end, BN, warp_specialize=SPECIALIZED):
         scores = tl.dot(query, k.load([head + n, 0]).T) * (scale * 1.4426950408889634)
         if CAUSAL:
             scores = tl.where(at[:, None] >= n + tl.arange(0, BN)[None, :], scores, -1.0e9)
@@ -82,7 +82,7 @@ def attention(
 
 @triton.jit
 def attention_by_pointers(q, k, v, o, rows, scale, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
-    """The same without descriptors, and not causal: K and V come by cp.async."""
+    """Compute attention without descriptors, not causal: K and V are loaded by cp.async."""
     head = tl.program_id(1) * rows
     at, columns = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
     query = tl.load(q + (head + at)[:, None] * D + columns[None, :])
@@ -109,7 +109,7 @@ def pointers(
     a_ptr, b_ptr, c_ptr, M, N, K, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """C = A B with plain loads, which become cp.async; strides say which operand is transposed."""
+    """Compute C = A B with plain loads, which become cp.async; strides say which operand is transposed."""
     columns = tl.cdiv(N, BN)
     rows = tl.program_id(0) // columns * BM + tl.arange(0, BM)
     cols = tl.program_id(0) % columns * BN + tl.arange(0, BN)
@@ -128,7 +128,7 @@ def pointers(
 
 @triton.jit
 def reductions(x_ptr, total, least, BM: tl.constexpr, BN: tl.constexpr):
-    """Every program adds its tile to one tile, and takes the minimum with another."""
+    """Add every program's tile to one tile, and take the minimum with another."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     x = tl.load(x_ptr + tl.program_id(0) * BM * BN + at)
     total.atomic_add([0, 0], x)
@@ -137,13 +137,13 @@ def reductions(x_ptr, total, least, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def rearrange(x, y, at0, at1, at2, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr):
-    """A box of three dimensions, from one place to another."""
+    """Copy a three-dimensional box from one place to another."""
     y.store([0, 0, 0], x.load([at0, at1, at2]) + tl.zeros((B0, B1, B2), x.dtype))
 
 
 @triton.jit
 def gather_and_scatter(x, y, rows_ptr, N: tl.constexpr, BN: tl.constexpr):
-    """Rows of x by number go to the rows of y with the same numbers."""
+    """Copy rows of x by index to the rows of y with the same indices."""
     rows = tl.load(rows_ptr + tl.arange(0, N))
     y.scatter(x.gather(rows, 0), rows, 0)
 
@@ -153,7 +153,7 @@ def gather_and_scatter(x, y, rows_ptr, N: tl.constexpr, BN: tl.constexpr):
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel on tensors: `make` gives what it writes, what that should be in f64, and how to launch it."""
+    """A kernel on tensors: `make` returns its output, the expected output in f64, and its launch."""
 
     make: Callable[[], tuple[Tensor, Tensor, Callable[[], Any]]]
     tolerance: float  # of the largest error, by the largest number
@@ -166,7 +166,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def matmul(kernel: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, specialised: bool = False, *,
+def matmul(kernel: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, specialized: bool = False, *,
            bm: int = 128, bn: int = 128, bk: int = 64, programs: int = 2, **options: Any) -> Case:  # fmt: skip
     def make() -> tuple[Tensor, Tensor, Callable[[], Any]]:
         a, b = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype)
@@ -181,7 +181,7 @@ def matmul(kernel: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloa
                     for x, p, q in ((a, bm, bk), (b, bn, bk), (c, bm, bn))
                 ]
                 return host_descriptors[(tiles,)](*described, m, n, k, **sizes)
-            return device_descriptors[(programs,)](a, b, c, m, n, k, SPECIALISED=specialised, **sizes)
+            return device_descriptors[(programs,)](a, b, c, m, n, k, SPECIALIZED=specialized, **sizes)
 
         return c, a.double() @ b.double().T, launch
 
@@ -225,7 +225,7 @@ def attend(
             if by_pointers:
                 return attention_by_pointers[(rows // 64, heads)](q, k, v, o, rows, 0.125, **sizes)
             described = [TensorDescriptor.from_tensor(x, [64, width]) for x in (q, k, v, o)]
-            sizes = {"SPECIALISED": False} | sizes
+            sizes = {"SPECIALIZED": False} | sizes
             return attention[(rows // 64, heads)](*described, rows, 0.125, CAUSAL=causal, **sizes)
 
         return o, expected.reshape(heads * rows, width), launch
@@ -237,6 +237,6 @@ SMALL = {"bm": 64, "bn": 64, "bk": 64}
 MATMULS = {
     "host-made descriptors": matmul("host", 128, 192, 448, **SMALL),
     "device-made descriptors": matmul("device", 192, 128, 448, **SMALL),
-    "warp specialisation": matmul("device", 256, 256, 448, specialised=True),
+    "warp specialization": matmul("device", 256, 256, 448, specialized=True),
     "edges": matmul("host", 100, 72, 200, **SMALL),
 }

@@ -1,7 +1,7 @@
-"""Kernels of which one synchronisation is left out: the test of the tester, for sm_90 and sm_100.
+"""Mutants of kernels without one synchronization, for sm_90 and sm_100: tests of the emulator's checks.
 
-What is left out: barriers of the block and of a warp, waits for mbarriers, arrivals and expected bytes, init and inval,
-fences, commits and waits of groups, of products and of tensor memory.
+The mutants leave out barriers of the block and of a warp, waits for mbarriers, arrivals and expected bytes, init and
+inval, fences, commits and waits of groups, of products and of tensor memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _OPERATION = re.compile(rf"\s*(?:@!?%\w+ )?({'|'.join(map(re.escape, OPERATIONS)
 
 
 def mutants(ptx: str) -> Iterator[tuple[str, str]]:
-    """A name and the text without one of the operations: `bar.sync 3` is the third one."""
+    """Yield a name and the text without one of the operations: `bar.sync 3` is the third one."""
     lines = ptx.splitlines()
     seen: dict[str, int] = {}
     for number, line in enumerate(lines):
-        found = _OPERATION.match(line)
-        if not found:
+        match = _OPERATION.match(line)
+        if not match:
             continue
-        operation = "expect_tx" if "expect_tx" in line else found[1]
+        operation = "expect_tx" if "expect_tx" in line else match[1]
         seen[operation] = seen.get(operation, 0) + 1
         name = f"{operation} {seen[operation]}"
         loop = operation == "mbarrier.try_wait"  # the branch back follows it
@@ -44,13 +44,13 @@ def mutants(ptx: str) -> Iterator[tuple[str, str]]:
         if operation == "expect_tx":
             halved = re.sub(r"(\d+);", lambda bytes_: f"{int(bytes_[1]) // 2};", line)
             arrival = re.sub(r"\.expect_tx(.*), \d+;", r"\1;", line)
-            for how, instead in (("halved", halved), ("without bytes", arrival)):
-                yield f"{name} {how}", "\n".join([*lines[:number], instead, *lines[number + 1 :]])
+            for change, replacement in (("halved", halved), ("without bytes", arrival)):
+                yield f"{name} {change}", "\n".join([*lines[:number], replacement, *lines[number + 1 :]])
 
 
 @contextmanager
 def executing(ptx: str | None) -> Iterator[None]:
-    """In place of what Triton has made."""
+    """Execute a changed PTX in place of Triton's inside a `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         if ptx is not None:
             patch.setattr(Program, "of", lambda _: Program(ptx))
@@ -60,32 +60,32 @@ def executing(ptx: str | None) -> Iterator[None]:
 def run(
     target: str, case: Case, delivery: Literal["late", "early"], ptx: str | None = None
 ) -> tuple[torch.Tensor, set[str], str]:
-    """The result, the kinds of what was found, and the PTX that Triton has made."""
+    """Return the result, the kinds of findings, and Triton's PTX."""
     result, _, launch = case.make()
     with triton_loom.emulate(target, raises=False, delivery=delivery) as gpu, executing(ptx):
         kernel = launch()
     return result, {finding.kind for finding in gpu.findings}, kernel.asm["ptx"]
 
 
-def examine(target: str, case: Case, wanted: Callable[[str], bool]) -> dict[str, set[str]]:
-    """What is found of each mutant that is wanted. One that is not reported must not change the result either."""
-    right, found, ptx = run(target, case, "late")
-    assert not found
+def examine(target: str, case: Case, selected: Callable[[str], bool]) -> dict[str, set[str]]:
+    """Return the findings of each selected mutant. A mutant that is not reported must not change the result."""
+    expected, findings, ptx = run(target, case, "late")
+    assert not findings
     seen: dict[str, set[str]] = {}
     for mutant, text in mutants(ptx):
-        if not wanted(mutant):
+        if not selected(mutant):
             continue
         results = [run(target, case, delivery, text)[:2] for delivery in DELIVERIES]
         reported = [kinds for _, kinds in results]
         assert all(reported) or not any(reported), f"{mutant} depends on when copies arrive: {reported}"
         if not any(reported):
-            assert all(torch.equal(result, right) for result, _ in results), f"{mutant} changes the result"
+            assert all(torch.equal(result, expected) for result, _ in results), f"{mutant} changes the result"
         seen[mutant] = set.union(*reported)
     return seen
 
 
 def without(ptx: str, names: tuple[str, ...]) -> str:
-    """The text without several operations, the last of them first, so that the numbers of the others hold."""
+    """Return the text without several operations, removed last to first so that the others keep their numbers."""
     for name in reversed(names):
         ptx = dict(mutants(ptx))[name]
     return ptx

@@ -1,8 +1,8 @@
-"""Arithmetic on 32 lanes: the tables of loom/tests/test_ptx_*.py, which hold for one lane, on the machine.
+"""Arithmetic on 32 lanes: the single-lane tables of loom/tests/test_ptx_*.py, on the machine.
 
-Those tables are written from the ISA's rules (edges of shifts, NaN, saturation, roundings, selectors) and are
-exhaustive for conversions of 16 bits. Here they run as PTX: the instructions that are compiled with the machine always,
-all others in the slow tests.
+The tables follow the ISA's rules (edges of shifts, NaN, saturation, roundings, selectors) and are exhaustive for
+conversions of 16 bits. Here they run as PTX: instructions that are compiled with the machine always, all others in the
+slow tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chosen(batches: Sequence[Batch], everything: bool) -> Iterator[Batch]:
 
 
 def executed(batch: Batch) -> list[Array]:
-    """The results of all cases, on the machine: each thread takes one element of the inputs."""
+    """Return the results of all cases on the machine: each thread takes one element of the inputs."""
     count = len(batch.inputs[0])
     padded = -(-count // 128) * 128
     inputs = [np.concatenate([a, np.resize(a, padded - count)]) for a in batch.inputs]
@@ -75,26 +75,26 @@ def verify(batches: Sequence[Batch], everything: bool) -> int:
     with np.errstate(all="ignore"):
         for batch in chosen(batches, everything):
             for case, got in zip(batch.cases, executed(batch), strict=True):
-                wanted = case.reference(*batch.inputs)
-                wrong = np.flatnonzero(got != wanted)
+                expected = case.reference(*batch.inputs)
+                wrong = np.flatnonzero(got != expected)
                 assert not len(wrong), (
                     f"{case.text} of {[hex(int(a[wrong[0]])) for a in batch.inputs]}: "
-                    f"{int(got[wrong[0]]):#x}, not {int(wanted[wrong[0]]):#x}"
+                    f"{int(got[wrong[0]]):#x}, not {int(expected[wrong[0]]):#x}"
                 )
                 cases += 1
     return cases
 
 
 @pytest.mark.parametrize("group", list(GROUPS))
-def test_what_is_compiled_with_the_machine(group: str) -> None:
+def test_instructions_compiled_with_the_machine(group: str) -> None:
     verify(GROUPS[group](), everything=False)
 
 
-def test_approximations_are_those_of_loom() -> None:
-    """Their error is known from there: here they have the same bits, 32 at a time."""
+def test_approximations_agree_with_looms() -> None:
+    """Their error is known from Loom's tests: here they have the same bits, 32 at a time."""
     (batch,) = chosen([test_ptx_floats.f32_approximations()], everything=False)
-    (wanted,) = execute([batch], quick=True)
-    for case, got, want in zip(batch.cases, executed(batch), wanted, strict=True):
+    (expected,) = execute([batch], quick=True)
+    for case, got, want in zip(batch.cases, executed(batch), expected, strict=True):
         assert (got == want).all(), case.text
 
 
@@ -115,7 +115,7 @@ def test_extreme_of_three(name: str) -> None:
 
 
 def test_directed_roundings() -> None:
-    """The result lies on the right side of the exact one, and no number lies between."""
+    """The result is on the right side of the exact one, with no number between."""
     rng = np.random.default_rng(5)
     a, b, c = (rng.standard_normal(1024) * 2.0 ** rng.integers(-60, 60, 1024) for _ in range(3))
     b[::5], c[::7], c[::11] = a[::5], -a[::7], a[::11] * 2.0**-40
@@ -133,8 +133,8 @@ def test_directed_roundings() -> None:
         body.append(f"{name}.{way}.f32 %r30, {read}; st.global.b32 [%rd11+{4096 * number}], %r30;")
     launch("\n".join(body), out, *numbers, grid=(32, 1, 1))
     for (name, way), results in zip(instructions, out, strict=True):
-        for got, *given in zip(results, *numbers, strict=True):
-            p, q, r = map(Fraction, map(float, given))
+        for got, *operands in zip(results, *numbers, strict=True):
+            p, q, r = map(Fraction, map(float, operands))
             exact = {"add": p + q, "sub": p - q, "mul": p * q, "fma": p * q + r}[name]
             if not np.isfinite(got):  # only away from zero
                 assert abs(exact) > np.finfo(np.float32).max
@@ -150,7 +150,7 @@ def test_directed_roundings() -> None:
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_carries(bits: int) -> None:
-    """Numbers of three words: their sum, their difference, and the product of one with a word."""
+    """Numbers of three words are added, subtracted, and multiplied by a word."""
     numbers = np.random.default_rng(3).integers(0, 1 << 64, (2, 3, 32), np.uint64)
     numbers[:, :, ::3] = numbers[:, :, ::3] >> 63  # many zeros and ones,
     numbers[:, :, 1::3] = ~numbers[:, :, ::3][:, :, : numbers[:, :, 1::3].shape[2]]  # and what is all ones
@@ -159,7 +159,7 @@ def test_carries(bits: int) -> None:
     kind = {32: "%r", 64: "%rd"}[bits]
     registers = [f"{kind}{20 + k}" for k in range(11)]
     x, y, z = registers[:3], registers[3:6], registers[6:]
-    # Each result is written to what is read.
+    # Each result is written to a register that is read.
     operations = {
         "sum": [f"add.cc.u{bits} {x[0]}, {x[0]}, {y[0]}", f"addc.cc.u{bits} {x[1]}, {x[1]}, {y[1]}",
                 f"addc.u{bits} {x[2]}, {x[2]}, {y[2]}"],
@@ -171,7 +171,7 @@ def test_carries(bits: int) -> None:
                     f"mov.b{bits} {x[0]}, {z[1]}", f"mov.b{bits} {x[1]}, {z[2]}"],
     }  # fmt: skip
 
-    def whole(words: Sequence[np.ndarray], lane: int) -> int:
+    def joined_words(words: Sequence[np.ndarray], lane: int) -> int:
         return sum(int(word[lane]) << bits * k for k, word in enumerate(words))
 
     expected = {"sum": lambda p, q: p + q, "difference": lambda p, q: p - q}
@@ -191,12 +191,12 @@ def test_carries(bits: int) -> None:
             b.copy(),
         )
         for lane in range(32):
-            p, q = whole(a, lane), whole(b, lane)
+            p, q = joined_words(a, lane), joined_words(b, lane)
             value = expected[name](p, q) if name in expected else p * int(b[0][lane])
-            assert whole(out, lane) == value % (1 << 3 * bits), (name, lane)
+            assert joined_words(out, lane) == value % (1 << 3 * bits), (name, lane)
 
 
-def test_all_that_is_compiled_with_the_machine_is_tested() -> None:
+def test_every_instruction_compiled_with_the_machine_is_tested() -> None:
     batches = [batch for group in GROUPS.values() for batch in group()] + [
         test_ptx_floats.f32_approximations()
     ]

@@ -1,6 +1,6 @@
-"""Kernels of sm_100 from Triton: products in tensor memory of every type, with scales, attention, warp specialisation.
+"""Triton kernels on sm_100: products in tensor memory of every type, with scales, attention, warp specialization.
 
-Results are held against f64, and nothing may be found, whether commits and copies arrive late or early.
+Results are compared with f64, and there must be no findings, whether commits and copies arrive late or early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DELIVERIES: tuple[Literal["late", "early"], ...] = ("late", "early")
 
 
 def check(case: Case, *uses: str) -> str:
-    """Runs a case; gives its PTX, in which all of `uses` occur."""
+    """Run a case; return its PTX, in which all of `uses` occur."""
     for delivery in DELIVERIES:
         result, expected, launch = case.make()
         with triton_loom.emulate("sm_100", delivery=delivery) as gpu:
@@ -35,11 +35,11 @@ def check(case: Case, *uses: str) -> str:
 @pytest.mark.parametrize("name", MATMULS)
 def test_matmul(name: str) -> None:
     ptx = check(MATMULS[name], "cp.async.bulk.tensor.2d", "tcgen05.mma.cta_group::1.kind::f16")
-    assert ("setmaxnreg" in ptx) == (name == "warp specialisation")
+    assert ("setmaxnreg" in ptx) == (name == "warp specialization")
 
 
 def test_attention() -> None:
-    """The shares are A of the second product, from tensor memory."""
+    """The probabilities are A of the second product, in tensor memory."""
     ptx = check(
         attend(128, causal=True), "tcgen05.st.sync.aligned.16x32bx2", "tcgen05.ld.sync.aligned.16x32bx2"
     )
@@ -50,7 +50,7 @@ def test_attention_by_pointers() -> None:
     check(attend(192, causal=False, by_pointers=True), "cp.async.cg.shared.global", "tcgen05.mma")
 
 
-# By type, by which operands are transposed, by tile: together every swizzle and both majors.
+# By type, by transposed operands, by tile: together every swizzle and both majors.
 PRODUCTS = {
     "bf16": products(BF16, BF16, F32, "", bm=128),
     "bf16, both transposed": products(BF16, BF16, F32, "ab", bm=128),
@@ -76,7 +76,7 @@ def test_products(name: str) -> None:
 
 
 def test_integers_are_multiplied_by_warps() -> None:
-    """Triton has no tcgen05 for them, nor for 32 rows."""
+    """Triton does not use tcgen05 for integers or for 32 rows."""
     assert "tcgen05" not in check(products(torch.int8, torch.int8, torch.int32, "b", bm=128), "mma.sync")
     assert "tcgen05" not in check(products(BF16, BF16, F32, "a", bm=32), "mma.sync")
 
@@ -95,8 +95,8 @@ SCALED_TILES = {
     "mxfp8": (MX8, scaled_by_tiles("e4m3")),
     "mxfp4": (MX4, scaled_by_tiles("e2m1", bk=256)),
     "nvfp4": (NV4, scaled_by_tiles("e2m1", 16, bk=256)),
-    "mxfp8, warp specialisation": (MX8, scaled_by_tiles("e4m3", 32, True, m=256, n=256)),
-    "nvfp4, warp specialisation": (NV4, scaled_by_tiles("e2m1", 16, True, m=256, n=256, bk=256)),
+    "mxfp8, warp specialization": (MX8, scaled_by_tiles("e4m3", 32, True, m=256, n=256)),
+    "nvfp4, warp specialization": (NV4, scaled_by_tiles("e2m1", 16, True, m=256, n=256, bk=256)),
 }
 
 
@@ -122,8 +122,8 @@ def test_attention_of_more_rows(causal: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_attention_with_warp_specialisation() -> None:
-    assert "setmaxnreg" in check(attend(256, causal=False, SPECIALISED=True))
+def test_attention_with_warp_specialization() -> None:
+    assert "setmaxnreg" in check(attend(256, causal=False, SPECIALIZED=True))
 
 
 @pytest.mark.slow
@@ -134,8 +134,8 @@ def test_depths_of_the_pipeline(stages: int) -> None:
 
 
 def test_two_products_into_one_accumulator() -> None:
-    """Triton 3.6 to 3.8 wait for the second of them a turn too late (triton-lang/triton#10821): the sums are read while
-    it adds to them, and the result is wrong. With one stage it is right."""
+    """Triton 3.6 to 3.8 wait for the second product an iteration too late (triton-lang/triton#10821): the sums are read
+    while it adds to them, and the result is wrong. With one stage it is right."""
     check(twice(num_stages=1), "tcgen05.mma")
     for delivery in DELIVERIES:
         result, expected, launch = twice(num_stages=3).make()
@@ -147,8 +147,8 @@ def test_two_products_into_one_accumulator() -> None:
 
 
 def test_two_products_with_two_stages() -> None:
-    """The result may happen to be right. As on sm_90 (test_hopper_kernels.py), what cp.async brings is fenced when the
-    copy is begun."""
+    """The result may happen to be right. As on sm_90 (test_hopper_kernels.py), cp.async's data is fenced when the copy
+    is issued."""
     result, expected, launch = twice(num_stages=2).make()
     with triton_loom.emulate("sm_100", raises=False) as gpu:
         launch()
@@ -158,8 +158,8 @@ def test_two_products_with_two_stages() -> None:
 
 
 def test_two_products_from_zero() -> None:
-    """Triton 3.7.1 begins the first product of the next turn when the thread that begins it has loaded the sums of the
-    last one: other warps may not have. With a barrier in the loop it is right."""
+    """Triton 3.7.1 issues the first product of the next iteration when the issuing thread has loaded the last sums:
+    other warps may not have. With a barrier in the loop it is right."""
     check(twice_from_zero(meets=True), "tcgen05.mma")
     for delivery in DELIVERIES:
         result, expected, launch = twice_from_zero(meets=False).make()
@@ -175,7 +175,7 @@ def test_two_products_from_zero() -> None:
 
 
 def test_counters() -> None:
-    """Flops of products are known from their descriptors."""
+    """FLOPs of products are known from their descriptors."""
     _, _, launch = MATMULS["edges"].make()
     with triton_loom.emulate("sm_100", counters=True) as gpu:
         launch()

@@ -1,5 +1,5 @@
-"""The test of the tester: every synchronisation of five kernels for sm_100 left out in turn is reported, or it stands
-in a table of those that can be left out, with the reason.
+"""Mutants of five kernels for sm_100, each without one synchronization: every mutant is reported, or it is in a table
+of redundant operations, with the reason.
 
 Copies and commits arrive late, then early; both must report. Triton 3.7.1 writes no tcgen05.fence:
 test_tensor_memory.py leaves those out.
@@ -14,7 +14,7 @@ from gpu.mutants import DELIVERIES, examine, run, without
 
 KERNELS: dict[str, Case] = {
     "matmul": matmul("host", 128, 128, 320, bm=128, bn=64),
-    "warp specialisation": matmul("device", 256, 256, 320, specialised=True, programs=1),
+    "warp specialization": matmul("device", 256, 256, 320, specialized=True, programs=1),
     "attention": attend(256, causal=True),
     "scales by copies": scaled_by_tiles("e4m3", m=256, programs=1),
     "scales by stores": scaled_products("e4m3", "e4m3"),
@@ -58,7 +58,7 @@ REDUNDANT: dict[str, dict[str, str]] = {
         **{f"bar.sync {n}": EACH_WAITED for n in (9, 14)},
         **{f"mbarrier.inval {n}": AT_THE_END for n in (1, 2, 3, 4, 5)},
     },
-    "warp specialisation": {
+    "warp specialization": {
         "tcgen05.relinquish_alloc_permit 1": NO_OTHER_BLOCK,
         **{
             f"cp.async.bulk.{what} {n}": EMPTY_GROUP
@@ -102,12 +102,12 @@ REDUNDANT: dict[str, dict[str, str]] = {
     },
 }
 
-# Of these any one can be left out, but not all of them.
+# Any one of these can be left out, but not all of them.
 RACE = "tensor memory race"
 TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
     ("matmul", tuple(f"bar.sync {n}" for n in range(2, 10)), RACE),
     ("matmul", ("bar.sync 16", "bar.sync 17", "bar.sync 18"), "tensor memory out of bounds"),
-    ("warp specialisation", ("bar.sync 9", "barrier.sync 1", "barrier.sync 2"), "deadlock"),
+    ("warp specialization", ("bar.sync 9", "barrier.sync 1", "barrier.sync 2"), "deadlock"),
     ("attention", ("tcgen05.wait::st 2", "tcgen05.wait::st 3"), RACE),
     ("attention", ("bar.sync 10", "bar.sync 11"), RACE),
     ("attention", ("mbarrier.try_wait 6", "mbarrier.try_wait 7"), RACE),
@@ -121,7 +121,7 @@ TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together", "kind"), TOGETHER)
-def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
+def test_not_all_of_a_group_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
     _, _, ptx = run("sm_100", KERNELS[name], "late")
     for delivery in DELIVERIES:
         _, kinds, _ = run("sm_100", KERNELS[name], delivery, without(ptx, together))
@@ -130,7 +130,7 @@ def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_whatever_is_left_out_is_reported(name: str) -> None:
+def test_every_mutant_is_reported(name: str) -> None:
     seen = examine("sm_100", KERNELS[name], lambda mutant: True)
     assert len(seen) > 30
     unreported = {mutant for mutant, kinds in seen.items() if not kinds}
@@ -155,7 +155,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_some_of_it(name: str) -> None:
+def test_a_sample_of_mutants_is_reported(name: str) -> None:
     seen = examine("sm_100", KERNELS[name], QUICK[name].__contains__)
     assert set(seen) == set(QUICK[name])
     for mutant, kinds in seen.items():

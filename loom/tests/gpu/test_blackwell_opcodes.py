@@ -1,4 +1,4 @@
-"""The table of what sm_100 has beside its warps: each row leads to a handler, and no handler is without a row."""
+"""The table of sm_100's asynchronous units: each row leads to a handler, and each handler has a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_loom.ptx.program import FENCES_THREADS, flatten
 
 
 def operands_of(name: str) -> str:
-    """Operands that an instruction can have."""
+    """Return valid operands of an instruction."""
     words = name.split(".")
     match words[1]:
         case "alloc":
@@ -85,7 +85,7 @@ def test_rows_and_handlers_agree() -> None:
         "tcgen05.wait::st",
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_named(statement: str) -> None:
+def test_unknown_instructions_are_named(statement: str) -> None:
     with pytest.raises(UnknownInstruction, match=re.escape(statement.split()[0])):
         flatten(text.read(ptx(statement + ";")))
 
@@ -117,6 +117,6 @@ def test_results_of_loads_are_followed_through_moves_and_loops() -> None:
     wait, back = Operation("tcgen05.wait::ld"), Operation("branch", targets=("top",), ends=True)
     assert loads.doubtful([load, pack, use, wait], [[1], [2], [3], [4]]) == {2}
     assert loads.doubtful([load, pack, wait, use], [[1], [2], [3], [4]]) == frozenset()
-    # The second turn of a loop uses what the first one loads.
+    # The second iteration of a loop uses the results of the first one's load.
     assert loads.doubtful([use, load, pack, back], [[1], [2], [3], [0, 4]]) == {0}
     assert loads.doubtful([use, back], [[1], [0, 2]]) == frozenset()

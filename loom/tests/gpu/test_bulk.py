@@ -1,4 +1,4 @@
-"""Bulk copies of tiles: where each byte goes, what is counted, and what is reported if they are misused."""
+"""Bulk copies of tiles: the location of each byte, counted bytes, and reports of misuse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def options(delivery: str) -> Options:
 
 @dataclass(frozen=True)
 class Load:
-    """A box of an array at a place."""
+    """A load of a box of an array at some coordinates."""
 
     shape: tuple[int, ...]
     box: tuple[int, ...]
@@ -78,7 +78,7 @@ NAN = {
 
 
 def contents(shape: tuple[int, ...], type_: str) -> Array:
-    """All elements different as far as the type can tell them apart."""
+    """Return an array whose elements are all different, as far as the type allows."""
     dtype = {"u8": np.uint8, "f32": np.float32, "f16": np.float16}.get(type_, np.uint16)
     return aligned_copy(
         (np.arange(np.prod(shape)) * 7 % (251 if type_ in ("u8", "f16") else 65521)).astype(dtype)
@@ -93,7 +93,7 @@ def load(case: Load, delivery: str, array: Array, map_: Array, expected_bytes: i
         f"@%p1 cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes "
         f"[%r2], [%rd1, {Coordinates(case.at)}], [%r1];" + wait()
     )
-    # What lies behind the tile in its last 128 bytes was not written: it is not read either.
+    # Bytes after the tile in its last 128 bytes were not written, so they are not read either.
     out = words(count)
     body += (
         words_out(expected_bytes // 4, TILE)
@@ -118,7 +118,7 @@ def test_loads(name: str, delivery: str) -> None:
 
 
 def test_a_part_of_an_array() -> None:
-    """Columns that the map leaves out are outside, though there is memory."""
+    """Columns that the map leaves out count as outside, although there is memory."""
     array = contents((16, 40), "u16")
     case = Load((16, 20), (8, 16), (12, 8))
     map_ = tensor_map(array, case.box, shape=case.shape)
@@ -188,7 +188,7 @@ def test_stores(swizzle: str, delivery: str) -> None:
 
 
 def bf16(x: Array) -> Array:
-    """To the nearest, ties to even; no NaN here."""
+    """Round to nearest, ties to even; without NaN."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -307,7 +307,7 @@ def test_a_map_that_the_kernel_makes() -> None:
         ({"acquire": ""}, "tensor map not acquired"),
         ({"fill": ""}, "unusable tensor map"),  # a field is missing
         ({"stride": 72}, "unusable tensor map"),  # no multiple of 16 bytes
-        ({"clear": ""}, "uninitialised shared memory"),
+        ({"clear": ""}, "uninitialized shared memory"),
         ({"rows": 11}, "global memory out of bounds"),  # more than there are
         ({"fence_init": ""}, "mbarrier fence missing"),
         (
@@ -324,7 +324,7 @@ def test_a_map_that_the_kernel_makes_wrong(change: dict[str, Any], kind: str) ->
 
 @pytest.mark.parametrize(("sync", "found"), [("bar.sync 0;", []), ("", ["tensor map not acquired"])])
 def test_a_map_that_another_warp_has_made(sync: str, found: list[str]) -> None:
-    """A fence acquires what its warp knows of. (Without the barrier the map may not be there yet at all.)"""
+    """A fence acquires only what its warp knows of. (Without the barrier the map may not exist yet.)"""
     making, using = MAKE.format(**(MADE | {"acquire": "USE:"})).split("USE:")
     body = (
         f"setp.lt.u32 %p9, %r0, 32; @!%p9 bra USE; {making} USE: mov.b32 %r1, smem; add.s32 %r2, %r1, 1024;"
@@ -347,7 +347,7 @@ COPY = (
 
 @dataclass(frozen=True)
 class Misuse:
-    """A load of 8 x 64 numbers of 16 bits by thread 0, and what is wrong with it."""
+    """A mistake in a load of 8 x 64 16-bit elements by thread 0."""
 
     kind: str
     init: str = INIT
@@ -425,7 +425,7 @@ def test_a_map_that_reaches_beyond_the_tensor() -> None:
     assert "global memory out of bounds" in kinds(launch(body, words(256), map_, array, shared=FINE.shared))
 
 
-# A store of what the threads have written, and what follows.
+# A store of the threads' writes, and the following steps.
 STORED = (
     f"{HEAD} {words_in(256, TILE)} {{fence}} {{sync}}"
     "@%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {{0, 0}}], [%r2];"
@@ -469,7 +469,7 @@ def test_what_a_store_needs(kind: str, delivery: str) -> None:
 @BOTH
 @pytest.mark.parametrize("missing", ["wait", "after"])
 def test_overwritten_before_it_is_stored(missing: str, delivery: str) -> None:
-    """By another warp: what is read must be waited for by its thread, and the others must hear of it."""
+    """Another warp overwrites it: the issuing thread must wait for the read, and the others must learn of that."""
     parts = {
         "fence": "fence.proxy.async.shared::cta;",
         "sync": "bar.sync 0;",
@@ -488,7 +488,7 @@ def test_overwritten_before_it_is_stored(missing: str, delivery: str) -> None:
 
 
 def test_a_fence_may_stand_after_the_barrier() -> None:
-    """Anywhere between the write and the copy, as long as whoever fences knows of the write."""
+    """The fence may stand anywhere between the write and the copy, if the fencing thread knows of the write."""
     parts = {"fence": "", "sync": "bar.sync 0; fence.proxy.async;", "commit": "cp.async.bulk.commit_group;",
              "wait": "cp.async.bulk.wait_group 0;", "after": "bar.sync 0;"}  # fmt: skip
     memory, array = (
@@ -501,7 +501,7 @@ def test_a_fence_may_stand_after_the_barrier() -> None:
 
 
 def test_only_older_groups_are_waited_for() -> None:
-    """Of two stores the first is waited for; its bytes may be written again, those of the second not yet."""
+    """After waiting for the first of two stores, its bytes may be overwritten, but not yet those of the second."""
     body = (
         f"{HEAD} {words_in(512, TILE)} fence.proxy.async.shared::cta; bar.sync 0; add.s32 %r3, %r2, 1024;"
         "@%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {0, 0}], [%r2]; cp.async.bulk.commit_group;"
@@ -513,8 +513,8 @@ def test_only_older_groups_are_waited_for() -> None:
         aligned_copy(np.zeros((16, 64), np.uint16)),
     )
     map_ = tensor_map(array, (8, 64))
-    for where, expected in (("%r2", []), ("%r3", ["shared memory race"])):
+    for address, expected in (("%r2", []), ("%r3", ["shared memory race"])):
         array[...] = 0
-        outcome = launch(body.replace("{where}", where), memory, map_, array, shared=TILE + 2048)
+        outcome = launch(body.replace("{where}", address), memory, map_, array, shared=TILE + 2048)
         assert kinds(outcome) == expected
     assert array.reshape(-1)[:512].tolist() == memory.view(np.uint16)[:512].tolist()

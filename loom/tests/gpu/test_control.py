@@ -1,4 +1,4 @@
-"""Where warps go: branches, lanes that part and meet again, jumps by index, the end of a thread; how text is read."""
+"""Control flow of warps: branches, divergence and reconvergence, jumps by index, exits; and parsing of PTX."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_loop_that_lanes_leave_one_after_another() -> None:
     assert out.tolist() == [max(lane, 1) * lane + 1000 for lane in range(32)]
 
 
-def test_parted_lanes_meet_at_the_post_dominator() -> None:
-    """The instruction after an if and its else is executed once by the warp, not once for each way."""
+def test_diverged_lanes_reconverge_at_the_post_dominator() -> None:
+    """The instruction after an if and its else is executed once by the warp, not once per branch."""
     out = words(64)
     body = f"""
       and.b32 %r1, %r0, 3;
@@ -73,8 +73,8 @@ def test_lanes_that_leave_early() -> None:
     assert out[1::2].tolist() == [7 if 5 <= lane <= 20 else 0 for lane in range(32)]
 
 
-def test_lanes_that_leave_on_one_way() -> None:
-    """They are not there any more where the ways meet."""
+def test_lanes_that_leave_in_one_branch() -> None:
+    """They are no longer active at the reconvergence point."""
     out = words(32)
     body = f"""
       setp.lt.u32 %p1, %r0, 12;
@@ -110,7 +110,7 @@ def test_jump_by_index(choice: str) -> None:
 
 
 def test_names_of_a_scope_are_its_own() -> None:
-    """Inline assembly is pasted with the same names many times."""
+    """Inline assembly is inserted with the same names many times."""
     loop = "{ .reg .pred done; .reg .b32 t<2>; mov.b32 t1, 0; loop: add.s32 t1, t1, 1; setp.ge.s32 done, t1, %r1; " \
            "@!done bra.uni loop; add.s32 %r2, %r2, t1; }"  # fmt: skip
     out = words(32)
@@ -143,8 +143,8 @@ def test_a_guard_keeps_the_predicate() -> None:
       {store_results("%r1", "%r2", "%r3")}
     """
     launch(body, out)
-    wanted = [[lane == 5 or lane >= 9, 3 < lane < 9, lane == 5 or lane >= 9] for lane in range(32)]
-    assert out.reshape(32, 3).tolist() == wanted
+    expected = [[lane == 5 or lane >= 9, 3 < lane < 9, lane == 5 or lane >= 9] for lane in range(32)]
+    assert out.reshape(32, 3).tolist() == expected
 
 
 def test_special_registers() -> None:
@@ -168,16 +168,16 @@ def test_special_registers() -> None:
 
 
 def test_reconvergence() -> None:
-    """A diamond inside of a loop; an exit from within."""
+    """Reconvergence points are right for a diamond inside a loop, and an exit from within."""
     ways = [[1], [2, 4], [3], [5], [5], [6, 1], [7, 8], [9], [9]]  # 1: if, 5: back to 1, 6: if, 9: the end
-    found = reconvergence(ways)
-    assert (found[1], found[5], found[6]) == (5, 6, NOWHERE)
+    result = reconvergence(ways)
+    assert (result[1], result[5], result[6]) == (5, 6, NOWHERE)
     assert reconvergence([[1], [2], [3]])[1] == NOWHERE  # no branch
     assert reconvergence([[1, 1], [2]])[0] == 1  # a branch to where it would go anyway
     assert reconvergence([[1, 2], [3], [2]])[0] == 1  # a way that never ends does not count
 
 
-def test_what_is_read_of_a_kernel() -> None:
+def test_parsed_properties_of_a_kernel() -> None:
     module = """
     .version 8.7
     .extern .shared .align 16 .b8 global_smem[];
@@ -226,7 +226,7 @@ def test_what_is_read_of_a_kernel() -> None:
         ("call.uni (%r1), vprintf, (%rd1, %rd2);", "`call.uni (%r1), vprintf, (%rd1, %rd2)` (PTX line 16)"),
     ],
 )
-def test_what_is_not_known_is_named(statement: str, named: str) -> None:
+def test_unknown_instructions_are_named(statement: str, named: str) -> None:
     with pytest.raises((opcodes.UnknownInstruction, text.PtxError)) as caught:
         Program(ptx(statement))
     assert named in str(caught.value)
@@ -246,14 +246,14 @@ def test_a_launch_that_does_not_fit() -> None:
     program = Program(ptx(""))
     from triton_loom.emulator.machine import run
 
-    with pytest.raises(ValueError, match="32 threads a block"):
+    with pytest.raises(ValueError, match="32 threads per block"):
         run(program, grid=(1, 1, 1), block=64, shared_bytes=0, parameters=bytes(8), memory=[])
     with pytest.raises(ValueError, match="8 bytes of parameters"):
         run(program, grid=(1, 1, 1), block=32, shared_bytes=0, parameters=b"", memory=[])
 
 
-def test_what_never_ends_is_reported() -> None:
-    """A warp that waits for a flag that nobody sets."""
+def test_an_endless_wait_is_reported() -> None:
+    """A warp waits for a flag that nobody sets."""
     flag = words(1)
     body = "wait: ld.relaxed.gpu.global.b32 %r1, [%rd0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra wait;"
     assert kinds(launch(body, flag)) == ["deadlock"]

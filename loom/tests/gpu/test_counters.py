@@ -50,7 +50,7 @@ def memory_of(outcome: Outcome) -> Memory:
 
 
 def aligned(bytes_: int) -> Array:
-    """Memory that begins with a sector."""
+    """Return memory aligned to a sector."""
     room = np.zeros(bytes_ + 128, np.uint8)
     return room[-room.ctypes.data % 128 :][:bytes_]
 
@@ -115,7 +115,7 @@ def test_some_lanes(guard: str, lanes: int, sectors: int, least: int) -> None:
 
 
 def offsets_from_memory(pointer: int) -> str:
-    """%r9 and %rd9: what p<pointer> has for the lane."""
+    """Return a text that loads the lane's value of p<pointer> to %r9 and %rd9."""
     return (
         f"mul.wide.u32 %rd90, %r0, 4; add.s64 %rd90, %rd90, %rd{pointer}; ld.global.b32 %r9, [%rd90];"
         "cvt.u64.u32 %rd9, %r9;"
@@ -124,7 +124,7 @@ def offsets_from_memory(pointer: int) -> str:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sectors_of_any_addresses(seed: int) -> None:
-    """Against a set of bytes."""
+    """The count agrees with a set of bytes."""
     rng = np.random.default_rng(seed)
     type_ = ("b8", "b16", "b32", "v2.b32", "v4.b32", "b64")[seed % 6]
     size = BYTES[type_]
@@ -136,8 +136,8 @@ def test_sectors_of_any_addresses(seed: int) -> None:
     body += f"ld.global.{type_} {OPERANDS[type_]}, [%rd20];"
     touched = {int(offset) + byte for offset in offsets for byte in range(size)}
     sectors = {byte // 32 for byte in touched}
-    found = memory_of(launch(body, memory, offsets, options=COUNTED)).loads
-    assert found == GlobalTraffic(1, 32 * size, len(sectors), -(-len(touched) // 32))
+    traffic = memory_of(launch(body, memory, offsets, options=COUNTED)).loads
+    assert traffic == GlobalTraffic(1, 32 * size, len(sectors), -(-len(touched) // 32))
 
 
 def test_atomics() -> None:
@@ -185,7 +185,8 @@ def test_wavefronts(type_: str, stride: int, wavefronts: int, least: int) -> Non
 
 
 def wavefronts_by_words(offsets: Array, size: int) -> int:
-    """The most different words of a bank, for each group of lanes that asks for 128 bytes or is the whole warp."""
+    """Return the wavefronts: the maximum number of different words of a bank, for each group of lanes that requests 128
+    bytes or is the whole warp."""
     together, total = min(32, 128 // size), 0
     for first in range(0, 32, together):
         banks: dict[int, set[int]] = {}
@@ -204,8 +205,8 @@ def test_wavefronts_of_any_addresses(seed: int) -> None:
     offsets = (rng.integers(0, 64 if seed < 6 else 8192 // size, 32) * size).astype(np.uint32)
     body = f"{offsets_from_memory(0)} mov.b32 %r7, smem; add.s32 %r8, %r7, %r9; {AT_LINE}"
     body += f"ld.shared.{type_} {OPERANDS[type_]}, [%r8];"
-    found = memory_of(launch(body, offsets, shared=8192, options=UNCHECKED)).shared_reads
-    assert found == SharedTraffic(
+    traffic = memory_of(launch(body, offsets, shared=8192, options=UNCHECKED)).shared_reads
+    assert traffic == SharedTraffic(
         1, 32 * size, wavefronts_by_words(offsets, size), -(-32 * size // 128) if size > 4 else 1
     )
 
@@ -223,7 +224,7 @@ def test_wavefronts_of_any_addresses(seed: int) -> None:
     ],
 )
 def test_rows_of_matrices(count: int, rows: Array, times: int) -> None:
-    """Eight lanes name the rows of a matrix, which are read together."""
+    """Eight lanes provide the rows of a matrix, which are read together."""
     body = f"{offsets_from_memory(0)} mov.b32 %r7, smem; add.s32 %r8, %r7, %r9; {AT_LINE}"
     registers = ", ".join(f"%r{10 + k}" for k in range(count))
     expected = SharedTraffic(1, 128 * count, times * count, count)
@@ -241,15 +242,15 @@ def test_rows_of_matrices(count: int, rows: Array, times: int) -> None:
 
 def test_atomics_of_shared_memory_are_writes() -> None:
     body = f"mov.b32 %r7, smem; {AT_LINE} atom.shared.add.u32 %r1, [%r7], 1;"
-    found = memory_of(launch(body, words(1), shared=128, options=UNCHECKED))
-    assert found == Memory(shared_writes=SharedTraffic(1, 128, 1, 1))
+    traffic = memory_of(launch(body, words(1), shared=128, options=UNCHECKED))
+    assert traffic == Memory(shared_writes=SharedTraffic(1, 128, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("size", "given", "lanes"), [(4, "4", 32), (8, "8", 32), (16, "16", 32), (16, "%r5", 16)]
 )
 def test_asynchronous_copies(size: int, given: str, lanes: int) -> None:
-    """They load from global memory and write to shared memory, zeros too."""
+    """They load from global memory and write to shared memory, including zeros."""
     way = "cg" if size == 16 else "ca"
     body = f"""
       setp.lt.u32 %p1, %r0, {lanes}; selp.b32 %r5, {size}, 0, %p1;
@@ -297,7 +298,7 @@ def test_arithmetic_is_never_other() -> None:
 
 
 def test_barriers_and_lines() -> None:
-    """Three blocks of four warps; two of these have a barrier of their own."""
+    """There are three blocks of four warps; two of these have a barrier of their own."""
     body = f"""
       mov.b32 %r1, 1; bar.sync 0; add.s32 %r1, %r1, 1; add.f32 %r2, %r1, %r1;
       setp.lt.u32 %p1, %r0, 64; @!%p1 bra over; {AT_LINE} bar.sync 1, 64; bar.sync 1, 64; bar.warp.sync -1;
@@ -364,7 +365,7 @@ def scaled_product(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.
 
 
 def line_with(text: str) -> Line:
-    """Where a text stands in this file, the first time."""
+    """Return the number of the first line of this file with a text."""
     lines = Path(__file__).read_text().splitlines()
     return Line(__file__, next(number for number, line in enumerate(lines, 1) if text in line))
 
@@ -393,7 +394,7 @@ def test_a_kernel_line_by_line() -> None:
 
 
 def test_tables_fit_a_terminal() -> None:
-    """Of a kernel with a long name and of everything some; classes that have no room are added up."""
+    """This holds for a kernel with a long name and some of everything; classes without room share a column."""
     traffic = Memory(
         GlobalTraffic(12345, 1234567, 123456, 12345),
         shared_reads=SharedTraffic(12345, 1234567, 123456, 12345),
@@ -420,7 +421,7 @@ def row_sum(x_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr, total)
 
 
-def test_what_tritons_library_does_belongs_to_its_caller() -> None:
+def test_work_of_tritons_library_belongs_to_its_caller() -> None:
     with triton_loom.emulate("sm_80") as gpu:
         row_sum[(1,)](torch.randn(1024), torch.empty(1), N=1024)
     lines = gpu.counters["row_sum"].lines

@@ -1,4 +1,4 @@
-"""Triton's own NVIDIA driver against the emulated libcuda: what arrives at the machine, and what is refused before."""
+"""Triton's own NVIDIA driver on the emulated libcuda: launches that arrive at the machine, and refused ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_launch_arrives(recorder: Recorder, target: str) -> None:
     arrived = recorder.last
     assert (arrived["grid"], arrived["block"], arrived["shared_bytes"]) == ((4, 3, 2), 256, 0)
     assert f".target {target}" in arrived["ptx"]
-    # Two pointers, an integer, padding up to a pointer, and the pointers of two kinds of scratch memory.
+    # Two pointers, an integer, padding to a pointer's alignment, and the pointers of two kinds of scratch memory.
     assert arrived["parameters"] == struct.pack("=QQi4xQQ", x.data_ptr(), y.data_ptr(), 1000, 0, 0)
     spans = {each.name: (each.begin, each.end) for each in arrived["memory"]}
     assert spans == {
@@ -110,7 +110,7 @@ def transposed(x_ptr, y_ptr, N: tl.constexpr):
 
 
 def test_dynamic_shared_memory(recorder: Recorder) -> None:
-    """More than 48 KiB, which a kernel has to opt in to: Triton asks for it when it loads the module."""
+    """A kernel has to opt in to more than 48 KiB: Triton requests it when it loads the module."""
     x, y = torch.randn(2, 128, 128)
     with triton_loom.emulate(TARGET):
         kernel = transposed[(1,)](x, y, N=128)
@@ -156,7 +156,7 @@ def test_scratch_memory_is_there_and_known(recorder: Recorder) -> None:
 
 
 def test_launches_of_two_threads(recorder: Recorder) -> None:
-    """The choice of a device is the process', so that autograd's threads launch on it too."""
+    """The device is chosen for the process, so that autograd's threads launch on it too."""
     with triton_loom.emulate(TARGET) as gpu:
         launch_add_one()
         threads = [threading.Thread(target=launch_add_one) for _ in range(4)]
@@ -203,7 +203,7 @@ def test_too_much_shared_memory(recorder: Recorder) -> None:
 def launched_with(
     kernel: Any, grid: tuple[int, int, int] = (1, 1, 1), warps: int = 4, ctas: int = 1, shared: int = 0
 ) -> None:
-    """A launch with another configuration than the kernel was compiled for."""
+    """Launch a kernel with another configuration than it was compiled for."""
     x = torch.ones(1000)
     kernel.run(*grid, 0, kernel.function, (warps, ctas, shared), None, None, None, x, x, 1000, 256)
 
@@ -236,10 +236,10 @@ def test_launches_that_cuda_refuses(recorder: Recorder) -> None:
         launched_with(kernel)
 
 
-def test_no_launch_outside_of_a_block(recorder: Recorder) -> None:
+def test_no_launch_outside_a_block(recorder: Recorder) -> None:
     with triton_loom.emulate(TARGET):
         kernel, *_ = launch_add_one()
-    with pytest.raises(RuntimeError, match="no GPU is emulated here"):
+    with pytest.raises(RuntimeError, match="no GPU is being emulated"):
         launched_with(kernel)
 
 
@@ -314,7 +314,7 @@ def test_an_error_of_the_machine_is_raised_as_it_is(recorder: Recorder) -> None:
 # ---- blocks -------------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_as_before_after_a_block(recorder: Recorder) -> None:
+def test_a_block_restores_everything(recorder: Recorder) -> None:
     before = driver.active, knobs.runtime.add_stages_inspection_hook, dict(os.environ)
     with contextlib.suppress(ZeroDivisionError), triton_loom.emulate(TARGET):
         assert isinstance(driver.active, EmulatedDriver)
@@ -324,7 +324,7 @@ def test_everything_is_as_before_after_a_block(recorder: Recorder) -> None:
     assert knobs.runtime.add_stages_inspection_hook is None
 
 
-def test_blocks_inside_of_blocks(recorder: Recorder) -> None:
+def test_nested_blocks(recorder: Recorder) -> None:
     with triton_loom.emulate("sm_80") as outer:
         kernel, *_ = launch_add_one()
         with triton_loom.emulate("sm_90", checks=False, delivery="early") as inner:
@@ -345,14 +345,14 @@ def test_blocks_inside_of_blocks(recorder: Recorder) -> None:
 
 @pytest.fixture
 def compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`add_one` without what others compiled of it: the PTX names its file, Triton's key does not, and a cache that two
-    checkouts share holds the PTX of one beside the module of the other."""
+    """Return `add_one` with an empty cache: the PTX names its file, Triton's key does not, so a cache shared by two
+    checkouts may have the PTX of one with the module of the other."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return triton.jit(add_one.fn)
 
 
 def test_loom_and_the_gpu_take_turns(recorder: Recorder, compiled_anew: Any) -> None:
-    """The same kernel on both, before and after: neither is given what was compiled for the other."""
+    """They launch the same kernel in turn; neither gets the other's compiled kernel."""
     with triton_loom.active():
         for _ in range(2):
             _, x, y = launch_add_one(function=compiled_anew)
@@ -363,8 +363,8 @@ def test_loom_and_the_gpu_take_turns(recorder: Recorder, compiled_anew: Any) -> 
             assert kernel.asm["cubin"] == kernel.asm["ptx"].encode() == recorder.last["ptx"].encode()
 
 
-def test_binaries_are_kept_apart(compiled_anew: Any) -> None:
-    """What is compiled for a real GPU is a binary, also if the emulated one was there first."""
+def test_binaries_of_real_and_emulated_gpus_are_separate(compiled_anew: Any) -> None:
+    """A kernel compiled for a real GPU is a binary, even if the emulated one compiled it first."""
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
 
     def compiled() -> Any:
@@ -380,11 +380,11 @@ def test_binaries_are_kept_apart(compiled_anew: Any) -> None:
     assert emulated.asm["ptx"] == real.asm["ptx"]
 
 
-def test_another_hook_is_heard(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_hook_is_called(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def hook(*given: Any) -> Any:
-        seen.append(len(given))
+    def hook(*arguments: Any) -> Any:
+        seen.append(len(arguments))
         return "another's key", "another's hash"
 
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", hook)
@@ -415,7 +415,7 @@ def test_properties(target: str) -> None:
             active.utils.get_device_properties(7)
 
 
-def test_outside_of_a_block_there_is_no_device() -> None:
+def test_there_is_no_device_outside_a_block() -> None:
     with triton_loom.emulate(TARGET):
         library = ctypes.CDLL("libcuda.so.1")  # by name, as Triton looks for it
     assert library.cuInit(0) == 100  # CUDA_ERROR_NO_DEVICE
@@ -425,7 +425,7 @@ def test_outside_of_a_block_there_is_no_device() -> None:
 
 
 def test_the_memory_of_the_products() -> None:
-    """Twice the clock times the width is the bandwidth in the data sheets, in GB/s."""
+    """Twice the clock times the width is the data sheet's bandwidth, in GB/s."""
     sheets = {"sm_80": 2039, "sm_86": 768, "sm_89": 864, "sm_90": 3350, "sm_100": 8000, "sm_120": 1792}
     assert set(sheets) == set(DEVICES)
     for target, bandwidth in sheets.items():

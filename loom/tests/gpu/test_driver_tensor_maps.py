@@ -1,4 +1,4 @@
-"""Tensor maps that are made on the host: what is in their 128 bytes, and what CUDA would not encode."""
+"""Tensor maps that are made on the host: the content of their 128 bytes, and maps that CUDA would not encode."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_descriptors_of_every_rank(recorder: Recorder, rank: int) -> None:
     out = torch.empty(64, dtype=torch.bfloat16)
     with triton_loom.emulate("sm_90"):
         kernel = KERNELS[rank - 1][(1,)](descriptor, out)
-    found = read(recorder.last["parameters"][:128])
+    map_ = read(recorder.last["parameters"][:128])
     (meta,) = kernel.metadata.tensordesc_meta
     assert (
-        found
+        map_
         == Map(
             address=x.data_ptr(),
             rank=rank,
@@ -127,7 +127,7 @@ def test_without_bulk_copies_a_descriptor_is_a_pointer(recorder: Recorder) -> No
 
 
 class Tiled(NamedTuple):
-    """The arguments of Triton's `fill_tma_descriptor_tiled`; sizes are those of the outermost dimension first."""
+    """Arguments of Triton's `fill_tma_descriptor_tiled`; sizes are outermost dimension first."""
 
     address: int = 1 << 20
     swizzle: int = 3
@@ -169,7 +169,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
-def test_what_cuda_does_not_encode(sm_90: Any, call: Tiled, words: str) -> None:
+def test_maps_that_cuda_refuses(sm_90: Any, call: Tiled, words: str) -> None:
     sm_90.fill_tma_descriptor_tiled(*Tiled())
     with pytest.raises(RuntimeError, match="Failed to create tensor map descriptor") as error:
         sm_90.fill_tma_descriptor_tiled(*call)
@@ -183,7 +183,7 @@ def test_what_cuda_does_not_encode(sm_90: Any, call: Tiled, words: str) -> None:
     Tiled(shape=(2**32, 128)),
     Tiled(nan=1),
 ])  # fmt: skip
-def test_what_cuda_encodes(sm_90: Any, call: Tiled) -> None:
+def test_maps_that_cuda_encodes(sm_90: Any, call: Tiled) -> None:
     sm_90.fill_tma_descriptor_tiled(*call)
 
 
@@ -197,7 +197,7 @@ TYPES = [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14, 15]
 
 
 class Encode:
-    """cuTensorMapEncodeTiled itself, with what Triton does not make use of."""
+    """Call of cuTensorMapEncodeTiled itself, with features that Triton does not use."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -224,22 +224,22 @@ class Encode:
         return (words.value or b"").decode()
 
 
-def test_types_have_the_numbers_of_ptx() -> None:
+def test_types_have_ptxs_numbers() -> None:
     bits = [8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6]
     with triton_loom.emulate("sm_100"):
         encode = Encode()
         for number, (in_ptx, size) in enumerate(zip(TYPES, bits, strict=True)):
-            found = encode(type=number, box=(128 if size < 8 else 1024 // size, 1, 1))
-            assert isinstance(found, Map), found
-            assert found.type == in_ptx
+            map_ = encode(type=number, box=(128 if size < 8 else 1024 // size, 1, 1))
+            assert isinstance(map_, Map), map_
+            assert map_.type == in_ptx
 
 
-def test_what_triton_does_not_make_use_of() -> None:
+def test_features_that_triton_does_not_use() -> None:
     with triton_loom.emulate("sm_100"):
         encode = Encode()
-        found = encode(steps=(7, 2, 8), swizzle=0)
-        assert isinstance(found, Map)
-        assert found.element_strides == [1, 2, 8]  # that of the innermost dimension is ignored
+        map_ = encode(steps=(7, 2, 8), swizzle=0)
+        assert isinstance(map_, Map)
+        assert map_.element_strides == [1, 2, 8]  # that of the innermost dimension is ignored
         for refused, words in [
             (encode(steps=(1, 9, 1)), "the element stride of dimension 1 is 9"),
             (encode(offset=32), "a tensor map must lie at a multiple of 64 bytes"),

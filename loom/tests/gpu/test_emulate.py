@@ -51,8 +51,8 @@ def test_a_mask_that_lets_too_much_through() -> None:
     assert memory[1000:].isnan().all()  # and what is not the kernel's was left alone
 
 
-def test_a_launch_inside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that launches a kernel of its own, on other memory: each launch keeps to what it was given."""
+def test_a_launch_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook launches a kernel of its own, on other memory: each launch may only touch its own memory."""
     x, y, inner = torch.randn(3, 1000)
     out, sums = torch.empty(1000), torch.empty(1000)
 
@@ -81,14 +81,14 @@ def counted(x_ptr, y_ptr, N: tl.constexpr):
 
 @triton.jit
 def moved(x_ptr, y_ptr, N: tl.constexpr):
-    """Threads with a copy load what others store; those with another copy of that have loaded it for themselves."""
+    """Reverse x in place: threads with copies load what others store, but the storing thread loaded its own copy."""
     at = tl.arange(0, N)
     tl.store(x_ptr + N - 1 - at, tl.load(x_ptr + at))
 
 
 @triton.jit
 def scaled_and_counted(x_ptr, y_ptr, N: tl.constexpr):
-    """Each thread's copy of the scale is used."""
+    """Use each thread's copy of the scale."""
     at = tl.arange(0, N)
     scale = tl.load(x_ptr)
     tl.store(y_ptr + at, scale * tl.load(y_ptr + at))
@@ -97,7 +97,7 @@ def scaled_and_counted(x_ptr, y_ptr, N: tl.constexpr):
 
 @triton.jit
 def counted_unless_zero(x_ptr, y_ptr, N: tl.constexpr):
-    """All threads of the block branch by what one of them stores."""
+    """Branch in all threads of the block on a value that one of them stores."""
     if tl.load(x_ptr) != 0:
         tl.store(x_ptr, tl.load(x_ptr) + 1)
 
@@ -114,7 +114,7 @@ def running_sums(x_ptr, y_ptr, N: tl.constexpr):
     ids=lambda value: value.__name__ if not isinstance(value, int) else "",
 )  # fmt: skip
 def test_copies_of_an_element_that_nobody_uses(kernel: Any, races: int) -> None:
-    """A tile of 32 elements has four copies in a block of 128 threads, and a number has 128."""
+    """A tile of 32 elements has four copies in a block of 128 threads, and a scalar has 128."""
     x, y = torch.rand(32) + 1, torch.rand(32)
     with triton_loom.emulate("sm_90", raises=False) as gpu:
         kernel[(1,)](x, y, N=32)
@@ -128,7 +128,7 @@ def added(x_ptr, y_ptr, N: tl.constexpr):
 
 
 def test_an_atomic_addition_that_the_target_lacks() -> None:
-    """Of bf16 before sm_90: it loads, adds and compares until nobody else was faster."""
+    """An atomic bf16 addition before sm_90 loads, adds and compares until nobody else was faster."""
     x, y = torch.randint(-8, 8, (4, 64)).bfloat16(), torch.zeros(64).bfloat16()
     with triton_loom.emulate("sm_80") as gpu:
         added[(4,)](x, y, N=64)
@@ -142,7 +142,7 @@ def sines(x_ptr, y_ptr, N: tl.constexpr):
 
 
 def test_a_sine_takes_memory_of_each_thread() -> None:
-    """Digits of pi, if its argument is large: lanes of a warp need them and not."""
+    """A sine needs digits of pi if its argument is large, in some lanes of a warp and not in others."""
     x = torch.randn(256) * torch.logspace(0, 12, 256)
     y = torch.empty_like(x)
     with triton_loom.emulate("sm_90") as gpu:
@@ -153,7 +153,7 @@ def test_a_sine_takes_memory_of_each_thread() -> None:
 
 @triton.jit
 def meet(count_ptr, x_ptr, y_ptr, N: tl.constexpr):
-    """Every program waits for all others before it reads what its neighbour has written."""
+    """Wait for all other programs before reading the neighbor's value."""
     me = tl.program_id(0)
     tl.store(x_ptr + me, me)
     tl.debug_barrier()
@@ -173,7 +173,7 @@ def test_blocks_of_a_cooperative_launch_run_at_once() -> None:
 
 
 def test_the_line_of_inline_assembly() -> None:
-    """All of it comes from one line of Python, whatever Triton 3.8 and 3.9 say."""
+    """All of the assembly is attributed to one line of Python, although Triton 3.8 and 3.9 count lines on."""
     kernel = text.read("""
 .visible .entry kernel(
 	.param .u64 kernel_param_0
@@ -213,6 +213,6 @@ def test_the_script_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_kinds_of_findings_are_ignored_by_name() -> None:
-    refused = pytest.raises(ValueError, match=r"no kinds of findings \['races'\]; there are")
+    refused = pytest.raises(ValueError, match=r"unknown kinds of findings \['races'\]; choose from")
     with refused, triton_loom.emulate("sm_80", ignore=["races"]):
         pass

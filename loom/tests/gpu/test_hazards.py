@@ -1,4 +1,4 @@
-"""Hazards: each kind is found in a kernel that has it, and not in the right version of the same kernel."""
+"""Hazards: each kind is found in a kernel that has it, and not in the corrected version of the kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IN_GLOBAL_MEMORY = """
 
 @dataclass(frozen=True)
 class Hazard:
-    """A body with its mistake and without."""
+    """A body with its mistake and its correction."""
 
     kind: str
     wrong: str
@@ -48,7 +48,7 @@ class Hazard:
     grid: tuple[int, int, int] = (1, 1, 1)
 
 
-# The first eight lanes of a warp (%p2) have 16 bytes each, at %rd5; %rd6 is in those of a lane of the other warp.
+# The first eight lanes of a warp (%p2) have 16 bytes each, at %rd5; %rd6 is in the bytes of a lane of the other warp.
 LINES = """
   and.b32 %r4, %r0, 31; setp.lt.u32 %p2, %r4, 8; @!%p2 mov.b32 %r4, 0; setp.ge.u32 %p1, %r0, 32;
   selp.b32 %r5, 128, 0, %p1; mad.lo.s32 %r5, %r4, 16, %r5; xor.b32 %r6, %r5, 132;
@@ -73,7 +73,7 @@ def in_lines(first: str, second: str) -> Hazard:
     )
 
 
-# A word of each block's own.
+# A word per block.
 OWN_WORD = "mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd5, %r1, 4; add.s64 %rd5, %rd5, %rd0;"
 
 # Each of two blocks reads its half of a word (%rd5) and stores to that or to the other half (%rd6).
@@ -144,7 +144,7 @@ HAZARDS = {
         "atom.shared.add.u32 %r2, [%r1], 1; bar.sync 0; ld.shared.b32 %r3, [%r1];" + store_results("%r3"),
     ),
     "never written": Hazard(
-        "uninitialised shared memory",
+        "uninitialized shared memory",
         SHARED.format(other=0) + "st.shared.b8 [%r2], 0; st.shared.b16 [%r2+2], 0; ld.shared.b32 %r5, [%r2];",
         SHARED.format(other=0) + "st.shared.b16 [%r2], 0; st.shared.b16 [%r2+2], 0; ld.shared.b32 %r5, [%r2];",
     ),
@@ -278,7 +278,7 @@ HAZARDS = {
 
 
 @pytest.mark.parametrize("name", list(HAZARDS))
-def test_found_where_it_is_and_only_there(name: str) -> None:
+def test_hazards_are_found_only_in_the_wrong_version(name: str) -> None:
     hazard = HAZARDS[name]
 
     def found(body: str, **options: int) -> list[str]:
@@ -298,7 +298,7 @@ def test_found_where_it_is_and_only_there(name: str) -> None:
         assert found(hazard.right, threads=threads) == []
 
 
-def test_a_finding_says_who_and_where() -> None:
+def test_a_finding_names_threads_and_lines() -> None:
     hazard = HAZARDS["overwritten before it was read"]
     outcome = launch(hazard.wrong, words(64), threads=64, shared=256)
     (finding,) = outcome.findings
@@ -332,8 +332,8 @@ def test_memory_that_may_not_be_written() -> None:
     assert not data.any()
 
 
-def test_named_barriers_order_those_who_come() -> None:
-    """A producer arrives without waiting, a consumer waits: two warps of four."""
+def test_named_barriers_order_their_participants() -> None:
+    """A producer arrives without waiting, a consumer waits; only two warps of four participate."""
     body = """
       mov.b32 %r1, smem; shr.u32 %r2, %r0, 5;
       setp.eq.b32 %p1, %r2, 0; setp.eq.b32 %p2, %r2, 1;
@@ -357,7 +357,7 @@ def test_named_barriers_order_those_who_come() -> None:
 
 
 def test_a_store_after_the_barrier_is_not_known() -> None:
-    """Whoever arrives hands on what it did before, not what it does next: whatever the schedule, the race is found."""
+    """An arrival publishes earlier accesses only, not later ones: the race is found with any schedule."""
     body = """
       mov.b32 %r1, smem; shr.u32 %r2, %r0, 5; setp.{which}.b32 %p1, %r2, 0;
       @%p1 st.shared.b32 [%r1], 1; bar.sync 0;
@@ -365,24 +365,24 @@ def test_a_store_after_the_barrier_is_not_known() -> None:
       @%p1 st.shared.b32 [%r1], 2;
     """
     for which in ("eq", "ne"):  # the warp that runs first writes, or reads
-        found = launch(body.format(which=which), words(64), threads=64, shared=4)
-        assert kinds(found) == ["shared memory race"]
+        outcome = launch(body.format(which=which), words(64), threads=64, shared=4)
+        assert kinds(outcome) == ["shared memory race"]
 
 
 @pytest.mark.parametrize("checks", [True, False])
-def test_addresses_are_looked_at_with_and_without_checks(checks: bool) -> None:
+def test_addresses_are_checked_with_and_without_checks(checks: bool) -> None:
     body = "mov.b64 %rd5, 0; st.global.b32 [%rd5], %r0; atom.global.add.u32 %r1, [%rd5], 1; ld.shared.b32 %r2, [%r0];"
-    found = kinds(launch(body, words(1), options=Options(checks=checks)))
-    assert found == ["global memory out of bounds", "misaligned address", "shared memory out of bounds"]
+    reported = kinds(launch(body, words(1), options=Options(checks=checks)))
+    assert reported == ["global memory out of bounds", "misaligned address", "shared memory out of bounds"]
 
 
 def test_shared_memory_is_new_in_each_block() -> None:
-    """What an earlier block has left there is nothing that one may read."""
+    """A block may not read what an earlier block left there."""
     body = "mov.b32 %r1, smem; mov.u32 %r2, %ctaid.x; setp.eq.b32 %p1, %r2, 0; @%p1 st.shared.b32 [%r1], 1;"
     body += "bar.sync 0; ld.shared.b32 %r3, [%r1];"
     outcome = launch(body, words(1), shared=4, grid=(3, 1, 1), options=Options(threads=1))
     (finding,) = outcome.findings
-    assert (finding.kind, finding.by.block) == ("uninitialised shared memory", (1, 0, 0))
+    assert (finding.kind, finding.by.block) == ("uninitialized shared memory", (1, 0, 0))
 
 
 def test_results_are_the_same_with_checks() -> None:

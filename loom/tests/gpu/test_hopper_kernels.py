@@ -1,6 +1,6 @@
-"""Kernels of sm_90 from Triton: tensor descriptors, wgmma of every type and layout that it makes, warp specialisation.
+"""Triton kernels on sm_90: tensor descriptors, wgmma of every type and layout that it generates, warp specialization.
 
-Results are held against f64, and nothing may be found, whether copies arrive late or early.
+Results are compared with f64, and there must be no findings, whether copies arrive late or early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DELIVERIES: tuple[Literal["late", "early"], ...] = ("late", "early")
 
 
 def check(case: Case, uses: str = "wgmma", known: frozenset[str] = frozenset()) -> str:
-    """Runs a case; gives its PTX. `known` is what is found in it for good."""
+    """Run a case; return its PTX. `known` are its expected findings."""
     for delivery in DELIVERIES:
         result, expected, launch = case.make()
         with triton_loom.emulate("sm_90", raises=False, delivery=delivery) as gpu:
@@ -33,7 +33,7 @@ def check(case: Case, uses: str = "wgmma", known: frozenset[str] = frozenset()) 
 
 
 def test_mbarriers_that_triton_does_not_fence() -> None:
-    """No fence stands between the inits and the copies. Triton leaves it out in general, so it is found on request."""
+    """There is no fence between the inits and the copies. Triton generally omits it, so it is reported on request."""
     _, _, launch = MATMULS["host-made descriptors"].make()
     with triton_loom.emulate("sm_90", raises=False, strict=True) as gpu:
         ptx = launch().asm["ptx"]
@@ -45,8 +45,8 @@ def test_mbarriers_that_triton_does_not_fence() -> None:
 @pytest.mark.parametrize("name", MATMULS)
 def test_matmul(name: str) -> None:
     ptx = check(MATMULS[name], "cp.async.bulk.tensor.2d.shared::cta.global")
-    assert ("tensormap.replace" in ptx) == (name in ("device-made descriptors", "warp specialisation"))
-    assert ("setmaxnreg" in ptx) == (name == "warp specialisation")
+    assert ("tensormap.replace" in ptx) == (name in ("device-made descriptors", "warp specialization"))
+    assert ("setmaxnreg" in ptx) == (name == "warp specialization")
 
 
 def test_attention() -> None:
@@ -55,14 +55,14 @@ def test_attention() -> None:
 
 
 def test_attention_by_pointers() -> None:
-    """Triton 3.7.1 fences what cp.async brings when the copy is begun, not when it has arrived: the fence before the
+    """Triton 3.7.1 fences cp.async's data when the copy is issued, not when it has arrived: the fence before the
     product with K stands between the copy of V and the wait for it, and there is none before the product with V."""
     known = frozenset({"proxy fence missing after cp.async"})
     ptx = check(attend(192, causal=False, by_pointers=True, num_stages=3), "cp.async.cg.shared.global", known)
     assert "fence.proxy.async" in ptx
 
 
-# By type, by which operands are transposed, by tile: together every swizzle and both majors.
+# By type, by transposed operands, by tile: together every swizzle and both majors.
 PRODUCTS = {
     "bf16": products(BF16, BF16, F32, ""),
     "bf16, both transposed": products(BF16, BF16, F32, "ab"),
@@ -80,7 +80,7 @@ PRODUCTS = {
 QUICK = ("bf16, both transposed", "f16, rows of 32 bytes", "e5m2 by e4m3")
 
 
-# Triton 3.7.1 takes accumulators of 16 bits apart before it waits for the product. ptxas sees it and waits for it there
+# Triton 3.7.1 unpacks 16-bit accumulators before it waits for the product. ptxas detects it and waits for it there
 # ("C7517: warpgroup.wait is injected ... to allow use of registers defined by GMMA").
 KNOWN = {"f16 in f16": frozenset({"product under way"})}
 
@@ -92,7 +92,7 @@ def test_products(name: str) -> None:
     check(PRODUCTS[name], known=KNOWN.get(name, frozenset()))
 
 
-def test_what_ptxas_mends_is_listed_and_not_raised() -> None:
+def test_findings_that_ptxas_mends_are_listed_and_not_raised() -> None:
     _, _, launch = PRODUCTS["f16 in f16"].make()
     with triton_loom.emulate("sm_90") as gpu:
         launch()
@@ -108,8 +108,8 @@ def test_attention_of_more_rows(causal: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_attention_with_warp_specialisation() -> None:
-    assert "setmaxnreg" in check(attend(256, causal=False, SPECIALISED=True))
+def test_attention_with_warp_specialization() -> None:
+    assert "setmaxnreg" in check(attend(256, causal=False, SPECIALIZED=True))
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_three_dimensions_with_nan_outside() -> None:
 
 
 def test_gather_and_scatter() -> None:
-    """They are sm_100's: the copies of rows that are named one by one."""
+    """These copies of individually listed rows are sm_100's."""
     x, y = torch.randn(40, 64).to(BF16), torch.zeros(40, 64, dtype=BF16)
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:16].to(torch.int32)
     with triton_loom.emulate("sm_100"):

@@ -1,8 +1,8 @@
-"""The test of the tester: every synchronisation of four kernels with TMA and wgmma left out in turn is reported, or it
-stands in a table of those that can be left out, with the reason.
+"""Mutants of four kernels with TMA and wgmma, each without one synchronization: every mutant is reported, or it is in a
+table of redundant operations, with the reason.
 
-What is left out: barriers of the block and of a warp, waits for mbarriers, arrivals and expected bytes, init and inval,
-fences, and the commit and wait of groups. Copies arrive late, then early; both must report.
+The mutants leave out barriers of the block and of a warp, waits for mbarriers, arrivals and expected bytes, init and
+inval, fences, and the commit and wait of groups. Copies arrive late, then early; both must report.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from triton_loom.emulator.machine import Program
 
 KERNELS: dict[str, Case] = {
     name: MATMULS[name]
-    for name in ("host-made descriptors", "device-made descriptors", "warp specialisation")
+    for name in ("host-made descriptors", "device-made descriptors", "warp specialization")
 } | {"attention": attend(192, causal=True)}
 
 # ---- what can be left out, and why ------------------------------------------------------------------------
 
 IN_A_ROW = (
     "several barriers stand in a row, with copies between them that one thread begins: each of the others orders the "
-    "initialised mbarriers, or the buffers that have been read, just as well"
+    "initialized mbarriers, or the buffers that have been read, just as well"
 )
 SAME_THREAD = (
     "what stands before and after it in this way is done by the same thread; nobody else is concerned"
@@ -43,10 +43,10 @@ AT_THE_END = "nothing follows that uses the memory: the kernel ends"
 EMPTY_GROUP = "no bulk copy is in the group: tensormap.cp_fenceproxy is none"
 ONE_WARP = "the descriptor is made, fenced and used by warp 0 of its partition alone"
 ALREADY_FENCED = (
-    "no copy reads what threads have written since the fence before: they have initialised mbarriers, and tiles are "
+    "no copy reads what threads have written since the fence before: they have initialized mbarriers, and tiles are "
     "written by copies"
 )
-UNUSED = "Triton initialises mbarriers that no thread uses; the memory is used for tiles later"
+UNUSED = "Triton initializes mbarriers that no thread uses; the memory is used for tiles later"
 BEFORE_ALL_MEET = "barrier.sync 1, at which all warps meet, follows before any other warp does anything"
 RELEASED_TOGETHER = (
     "the consumer releases A and B after the same wgmma.wait_group; the copy of this tile comes after the producer has "
@@ -84,7 +84,7 @@ REDUNDANT: dict[str, dict[str, str]] = {
         "bar.sync 14": EACH_WAITED,
         "bar.sync 17": AT_THE_END,
     },
-    "warp specialisation": {
+    "warp specialization": {
         **{f"mbarrier.init {n}": UNUSED for n in range(10, 33, 2)},
         **{f"bar.sync {n}": BEFORE_ALL_MEET for n in (1, 2, 3, 4)},
         **{
@@ -116,7 +116,7 @@ def redundant(name: str, ptx: str) -> set[str]:
     order, from one process to the next: the barrier before the first is redundant if the producer waits for the second
     release before it waits for the first."""
     expected = set(REDUNDANT[name])
-    if name == "warp specialisation":
+    if name == "warp specialization":
         offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
         waits = [offsets.get(r) for r in re.findall(r"mbarrier\.try_wait\S+ complete, \[(%r\d+)\]", ptx)]
         first, second, *_ = (
@@ -127,14 +127,14 @@ def redundant(name: str, ptx: str) -> set[str]:
     return expected
 
 
-# Of these any one can be left out, but not all of them.
+# Any one of these can be left out, but not all of them.
 TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
     ("host-made descriptors", tuple(f"bar.sync {n}" for n in (1, 2, 3, 4, 5)), "shared memory race"),
     ("host-made descriptors", tuple(f"bar.sync {n}" for n in (6, 7, 8)), "shared memory race"),
     ("device-made descriptors", tuple(f"bar.sync {n}" for n in (9, 10, 11, 12, 13)), "shared memory race"),
-    ("warp specialisation", tuple(f"bar.sync {n}" for n in (12, 14, 15, 16, 17)), "shared memory race"),
-    ("warp specialisation", ("bar.sync 16", "bar.sync 17"), "shared memory race"),
-    ("warp specialisation", ("mbarrier.try_wait 2", "mbarrier.try_wait 4"), "shared memory race"),
+    ("warp specialization", tuple(f"bar.sync {n}" for n in (12, 14, 15, 16, 17)), "shared memory race"),
+    ("warp specialization", ("bar.sync 16", "bar.sync 17"), "shared memory race"),
+    ("warp specialization", ("mbarrier.try_wait 2", "mbarrier.try_wait 4"), "shared memory race"),
     ("attention", ("bar.sync 3", "bar.sync 4"), "shared memory race"),
     ("attention", ("bar.sync 5", "bar.sync 6", "bar.sync 7"), "shared memory race"),
 ]
@@ -144,7 +144,7 @@ TOGETHER: list[tuple[str, tuple[str, ...], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together", "kind"), TOGETHER)
-def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
+def test_not_all_of_a_group_can_be_left_out(name: str, together: tuple[str, ...], kind: str) -> None:
     _, _, ptx = run("sm_90", KERNELS[name], "late")
     for delivery in DELIVERIES:
         _, kinds, _ = run("sm_90", KERNELS[name], delivery, without(ptx, together))
@@ -153,7 +153,7 @@ def test_not_all_of_them_can_be_left_out(name: str, together: tuple[str, ...], k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_whatever_is_left_out_is_reported(name: str) -> None:
+def test_every_mutant_is_reported(name: str) -> None:
     seen = examine("sm_90", KERNELS[name], lambda mutant: True)
     assert len(seen) > 30
     unreported = {mutant for mutant, kinds in seen.items() if not kinds}
@@ -170,7 +170,7 @@ QUICK = {
         "fence.proxy.async 1": "proxy fence missing",
         "cp.async.bulk.wait_group 1": "copy outlives its block",
     },
-    "warp specialisation": {
+    "warp specialization": {
         "mbarrier.try_wait 1": "shared memory race",
         "mbarrier.arrive 1": "deadlock",
         "fence.proxy.tensormap 1": "tensor map not acquired",
@@ -180,7 +180,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_some_of_it(name: str) -> None:
+def test_a_sample_of_mutants_is_reported(name: str) -> None:
     seen = examine("sm_90", KERNELS[name], QUICK[name].__contains__)
     assert set(seen) == set(QUICK[name])
     for mutant, kinds in seen.items():
@@ -191,7 +191,7 @@ def test_some_of_it(name: str) -> None:
 
 
 def changed(**changes: Callable[[Any], Any]) -> Callable[..., machine.Outcome]:
-    """The machine, with other arguments."""
+    """Return the machine's `run` with changed arguments."""
     original = machine.run
 
     def run_changed(program: Program, **launch: Any) -> machine.Outcome:
@@ -201,7 +201,7 @@ def changed(**changes: Callable[[Any], Any]) -> Callable[..., machine.Outcome]:
 
 
 def with_byte(at: int, value: int) -> Callable[[bytes], bytes]:
-    """Of the first tensor map among the parameters."""
+    """Return a function that changes a byte of the first tensor map among the parameters."""
     return lambda parameters: parameters[:at] + bytes([value]) + parameters[at + 1 :]
 
 
@@ -225,7 +225,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_of_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are reported, or (if the reason is empty) the result is wrong."""
+    """Each is reported, or (if the reason is empty) the result is wrong."""
     argument, change, kind = MISTAKES[name]
     right, _, _ = run("sm_90", KERNELS["host-made descriptors"], "late")
     monkeypatch.setattr(machine, "run", changed(**{argument: change}))

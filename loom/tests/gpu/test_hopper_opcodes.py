@@ -1,4 +1,4 @@
-"""The table of what sm_90 has beside its warps: each row leads to a handler, and no handler is without a row."""
+"""The table of sm_90's asynchronous units: each row leads to a handler, and each handler has a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_loom.ptx.program import flatten
 
 
 def operands_of(name: str) -> str:
-    """Operands that an instruction can have."""
+    """Return valid operands of an instruction."""
     words = name.split(".")
     policy = ", %rd9" if "L2::cache_hint" in words else ""
     match words[0], words[1]:
@@ -69,7 +69,7 @@ def test_rows_and_handlers_agree() -> None:
         number += 1
     common = {"nothing", "leave", "ld.param.u64.8", "mov.u32|44"}  # the last three are the test's own
     assert named - handlers == common, "named by a row, and the machine has none"
-    # The first stands in for others; the second is sm_100's, and lies where mbarriers do.
+    # The first replaces others; the second is sm_100's, in the header of mbarriers.
     assert handlers - named == {"wgmma.touched", "tcgen05.commit"}, "in the machine, and no row leads to it"
 
 
@@ -92,7 +92,7 @@ def test_rows_and_handlers_agree() -> None:
         "tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%rd1], 4, %rd2",
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_named(statement: str) -> None:
+def test_unknown_instructions_are_named(statement: str) -> None:
     with pytest.raises(UnknownInstruction, match=re.escape(statement.split()[0])):
         flatten(text.read(ptx(statement + ";")))
 

@@ -1,4 +1,4 @@
-"""Kernels of Triton from their own PTX: results, no findings, and each barrier or wait that is left out is noticed."""
+"""Triton kernels by their PTX: results, no findings, and detection of each barrier or wait that is left out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rms_norm_kernel(out_ptr, x_ptr, weight_ptr, cols, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def matmul_kernel(out_ptr, a_ptr, b_ptr, depth, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """[BLOCK, depth] by [depth, BLOCK], `depth` a multiple of STEP."""
+    """Multiply [BLOCK, depth] by [depth, BLOCK], `depth` a multiple of STEP."""
     m, k = tl.arange(0, BLOCK), tl.arange(0, STEP)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for first in range(0, depth, STEP):
@@ -81,7 +81,7 @@ class Example:
 
 @cache
 def compiled(name: str) -> tuple[str, int]:
-    """PTX of an example for sm_80, and the bytes of dynamic shared memory."""
+    """Return the PTX of an example for sm_80, and the bytes of dynamic shared memory."""
     example = EXAMPLES[name]
     types = example.types.split()
     names = [name for name in example.kernel.arg_names if name not in example.constants]
@@ -150,14 +150,14 @@ def test_results_without_findings(name: str) -> None:
     for options in (CHECKED, Options(delivery="early"), Options(checks=False, threads=1)):
         tensors, outcome = example.launch(ptx, shared, options)
         assert not outcome.findings
-        wanted = example.wanted(tensors)
+        expected = example.wanted(tensors)
         tolerance = 2**-8 if tensors[0].dtype == torch.bfloat16 else 1e-6
-        torch.testing.assert_close(tensors[0].double(), wanted.double(), rtol=tolerance, atol=1e-4)
+        torch.testing.assert_close(tensors[0].double(), expected.double(), rtol=tolerance, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", list(EXAMPLES))
-def test_a_barrier_or_wait_that_is_left_out(name: str) -> None:
-    """One at a time. What is not reported could be left out: the number of those is known."""
+def test_missing_barriers_and_waits_are_reported(name: str) -> None:
+    """Each is left out in turn. Those not reported are redundant, and their number is known."""
     example = EXAMPLES[name]
     ptx, shared = compiled(name)
     orders = list(re.finditer(r"^\s*(bar\.sync|bar\.warp\.sync|cp\.async\.wait_group)[^\n]*$", ptx, re.M))

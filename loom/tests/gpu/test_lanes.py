@@ -1,4 +1,4 @@
-"""Instructions between lanes, against the rules of the ISA in Python."""
+"""Instructions across lanes, against the rules of the ISA in Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FULL = 0xFFFFFFFF
 
 
 def from_other_lane(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
-    """The pseudo code of shfl in the ISA."""
+    """Return a shfl's result by the pseudo code of the ISA."""
     b, clamp, segments = b & 31, c & 31, c >> 8 & 31
     last = (lane & segments) | (clamp & ~segments & 31)
     first = lane & segments
@@ -83,8 +83,8 @@ def test_reductions_of_floats() -> None:
         ("min", -7.25), ("max", 3.5), ("min.abs", 0.0), ("max.abs", 7.25), ("max.NaN", np.nan), ("min.abs.NaN", np.nan)
     ):  # fmt: skip
         got = of_lanes(f"redux.sync.{modifiers}.f32 %r3, %r1, -1;", values)
-        wanted = 0x7FFFFFFF if np.isnan(want) else int(np.float32(want).view(np.uint32))
-        assert set(got.tolist()) == {wanted}, modifiers
+        expected = 0x7FFFFFFF if np.isnan(want) else int(np.float32(want).view(np.uint32))
+        assert set(got.tolist()) == {expected}, modifiers
 
 
 @pytest.mark.parametrize("chosen", [(), (0,), (3, 31), tuple(range(32))])
@@ -126,16 +126,16 @@ def test_election() -> None:
         "bar.sync 0;",
     ],
 )
-def test_members_that_are_not_there(instruction: str) -> None:
+def test_missing_members_are_reported(instruction: str) -> None:
     out = words(32)
     split = f"setp.lt.u32 %p1, %r0, 7; @%p1 bra end;\n{instruction}\nend:"
-    found = launch(split, out)
-    assert "split warp" in kinds(found)
-    assert found.findings[0].by.thread == 7
+    outcome = launch(split, out)
+    assert "split warp" in kinds(outcome)
+    assert outcome.findings[0].by.thread == 7
     assert kinds(launch(f"setp.lt.u32 %p1, %r0, 7; @%p1 bra end;\nend: {instruction}", out)) == []
 
 
-def test_a_value_of_a_lane_that_is_elsewhere() -> None:
+def test_a_value_of_a_diverged_lane() -> None:
     out = words(32)
     body = "setp.lt.u32 %p1, %r0, 16; @%p1 bra end; shfl.sync.bfly.b32 %r1, %r0, 16, 31, 0xffff0000; end:"
     assert kinds(launch(body, out)) == ["lane not there"]

@@ -1,6 +1,6 @@
-"""Litmus tests of PTX's memory model: which synchronization between blocks orders their accesses, and which does not.
+"""Litmus tests of PTX's memory model: synchronization between blocks that orders their accesses, and that does not.
 
-Each test is the program of a few threads, one a block, and says whether it has a data race. The rules are those of
+Each test is the program of a few threads, one per block, and says whether it has a data race. The rules are those of
 "Memory Consistency Model" in the PTX manual: a release pattern synchronizes with an acquire pattern on the same
 location that reads from it, if both are strong at a scope that includes the other thread. Accesses that nothing orders
 race, unless both are strong at such a scope.
@@ -19,14 +19,14 @@ WAIT = re.compile(r"wait\(([^)]*)\);")
 
 
 def assembled(threads: tuple[str, ...]) -> str:
-    """A kernel whose block k runs `threads[k]` on its first lane: `wait(load, f, n)` loads from f until that is n."""
+    """Return a kernel whose block k runs `threads[k]` on its first lane; `wait(load, f, n)` loads f until it is n."""
     number = 0
 
-    def waiting(found: re.Match[str]) -> str:
+    def waiting(match: re.Match[str]) -> str:
         nonlocal number
         number += 1
-        load, place, value = (part.strip() for part in found[1].split(","))
-        again = f"again{number}: {load} %r20, [{place}]"
+        load, location, value = (part.strip() for part in match[1].split(","))
+        again = f"again{number}: {load} %r20, [{location}]"
         return f"{again}; setp.ne.b32 %p20, %r20, {value}; @%p20 bra again{number};"
 
     lines = ["mov.u32 %r1, %ctaid.x; setp.ne.b32 %p1, %r0, 0; @%p1 bra end;"]
@@ -39,9 +39,9 @@ def assembled(threads: tuple[str, ...]) -> str:
 def races(*threads: str, cooperative: bool = False) -> bool:
     """Run the threads, each in a block of its own; return whether a race was found, and nothing else."""
     outcome = launch(assembled(threads), words(128), grid=(len(threads), 1, 1), cooperative=cooperative)
-    found = kinds(outcome)
-    assert found in ([], ["global memory race"])
-    return bool(found)
+    reported = kinds(outcome)
+    assert reported in ([], ["global memory race"])
+    return bool(reported)
 
 
 class Litmus(NamedTuple):
@@ -50,7 +50,7 @@ class Litmus(NamedTuple):
 
 
 def passing(store: str, load: str) -> tuple[str, ...]:
-    """Message passing: data in x, then a flag in f. `store` and `load` may begin or end with fences."""
+    """Return a message-passing test: data in x, then a flag in f. `store` and `load` may begin or end with fences."""
     return f"st [x], 7; {store}", f"{load} ld %r2, [x];"
 
 
@@ -198,7 +198,7 @@ CHAINS = {
 
 
 def buffering(first: str, second: str, fence: str = "") -> tuple[str, ...]:
-    """Two threads, each with an operation on one location and then one on the other."""
+    """Return a test of two threads, each with an operation on one location and then on the other."""
     return (
         f"{first.format('x')} {fence} {second.format('y')}",
         f"{first.format('y')} {fence} {second.format('x')}",
@@ -206,7 +206,7 @@ def buffering(first: str, second: str, fence: str = "") -> tuple[str, ...]:
 
 
 def iriw(store: str, load: str, fence: str = "") -> tuple[str, ...]:
-    """Independent reads of independent writes: two writers, two readers that look in opposite orders."""
+    """Return a test of independent reads of independent writes: two writers, two readers in opposite orders."""
     readers = [f"{load} %r2, [{one}]; {fence} {load} %r3, [{other}];" for one, other in ("xy", "yx")]
     return f"{store} [x], 1;", f"{store} [y], 1;", *readers
 
@@ -243,13 +243,13 @@ BUFFERING = {
 
 
 def tickets(add: str, before: str = "", after: str = "") -> tuple[str, ...]:
-    """Three threads store a part each and draw a ticket; whoever draws the last one reads all parts."""
+    """Return a test of three threads that store a part each and draw a ticket; the last one reads all parts."""
     last = f"setp.ne.b32 %p3, %r3, 2; @%p3 bra end; {after} ld %r4, [x]; ld %r5, [y]; ld %r6, [z];"
     return tuple(f"st [{part}], 1; {before} {add} {last}" for part in "xyz")
 
 
 def locked(lock: str, unlock: str) -> tuple[str, ...]:
-    """Two threads that add to x under a lock in f."""
+    """Return a test of two threads that add to x under a lock in f."""
     take = f"take{{}}: atom{lock}.global.cas.b32 %r3, [f], 0, 1; setp.ne.b32 %p3, %r3, 0; @%p3 bra take{{}};"
     text = f"{take} ld %r4, [x]; add.s32 %r4, %r4, 1; st [x], %r4; atom{unlock}.global.exch.b32 %r5, [f], 0;"
     return tuple(text.replace("take{}", f"take{k}") for k in range(2))
@@ -293,7 +293,7 @@ def test_litmus(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["relaxed", "release alone", "acquire alone", "release and acquire"])
 def test_the_consumer_comes_first(name: str) -> None:
-    """In a cooperative launch blocks run at once: the first one waits for the second."""
+    """Blocks of a cooperative launch run at once: the first one waits for the second."""
     litmus = MESSAGE_PASSING[name]
     assert races(*reversed(litmus.threads), cooperative=True) == litmus.races
 
@@ -316,14 +316,14 @@ PARTS = """
     [("bar.sync 0;", []), ("", ["global memory race"]), ("bar.warp.sync -1;", ["global memory race"])],
     ids=["a barrier", "no barrier", "a barrier of each warp"],
 )
-def test_a_release_hands_on_what_a_barrier_has_made_known(before: str, found: list[str]) -> None:
-    """All threads store, the first one draws the ticket: it releases the others' stores if a barrier came before."""
+def test_a_release_publishes_what_a_barrier_made_known(before: str, found: list[str]) -> None:
+    """All threads store, and the first draws the ticket: it releases the others' stores if a barrier came before."""
     body = PARTS.format(before=before, after="bar.sync 0;")
     assert kinds(launch(body, words(192), threads=64, grid=(2, 1, 1), shared=4)) == found
 
 
 def test_threads_of_a_block_synchronize_by_global_memory() -> None:
-    """Scope cta suffices for two warps of one block; relaxed does not."""
+    """Scope cta is enough for two warps of one block; relaxed is not."""
     body = """
       setp.ge.u32 %p1, %r0, 32; @%p1 bra other; setp.ne.b32 %p2, %r0, 0; @%p2 bra end;
       st.global.b32 [%rd0+64], 7; st.{release}.cta.global.b32 [%rd0], 1; bra end;

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix and mma.sync: which lane holds which element; sums with one rounding a term, in the order of k."""
+"""ldmatrix, stmatrix and mma.sync: layouts of elements in lanes; sums with one rounding per term, in the order of k."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LANES = range(32)
 
 
 def load_words(first: str, pointer: int, count: int) -> str:
-    """Registers first0, first1, ... from p<pointer>[lane][count]."""
+    """Return a text that loads registers first0, first1, ... from p<pointer>[lane][count]."""
     lines = [f"mul.wide.u32 %rd90, %r0, {4 * count}; add.s64 %rd90, %rd90, %rd{pointer};"]
     return "\n".join([*lines, *(f"ld.global.b32 {first}{k}, [%rd90+{4 * k}];" for k in range(count))])
 
@@ -36,7 +36,7 @@ def listed(first: str, count: int) -> str:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_matrices_of_shared_memory(count: int, transposed: bool) -> None:
-    """Rows lie anywhere; lane l gets elements 2 (l % 4) and the next one of row l / 4, or of that column."""
+    """Rows are anywhere; lane l gets elements 2 (l % 4) and the next one of row l / 4, or of that column."""
     rng = np.random.default_rng(count)
     data = np.arange(2048, dtype=np.uint16)  # every element is its index
     rows = rng.permutation(256)[:32].astype(np.uint32) * 16
@@ -63,7 +63,7 @@ def test_matrices_of_shared_memory(count: int, transposed: bool) -> None:
             matrix = matrices[m].T if transposed else matrices[m]
             low, high = (int(matrix[lane // 4, lane % 4 * 2 + k]) for k in (0, 1))
             assert got.reshape(32, count)[lane, m] == low | high << 16
-    # What stmatrix has put there, read row by row: the matrices again.
+    # Reading stmatrix's output row by row gives the matrices again.
     read = body + f"bar.sync 0; {{ .reg .pred q; setp.lt.u32 q, %r0, {8 * count}; @!q bra end;" \
         "ld.shared.v4.b32 {%r5, %r6, %r7, %r8}, [%r2]; mul.wide.u32 %rd5, %r0, 16; add.s64 %rd5, %rd5, %rd3;" \
         "st.global.v4.b32 [%rd5], {%r5, %r6, %r7, %r8}; end: }"  # fmt: skip
@@ -76,13 +76,13 @@ def test_matrices_of_shared_memory(count: int, transposed: bool) -> None:
 
 @dataclass(frozen=True)
 class Element:
-    """An element type: bits, and the number of each code."""
+    """An element type: bits, and the value of each code."""
 
     bits: int
     numbers: Callable[[Array], Array]
 
     def codes(self, shape: tuple[int, int], rng: np.random.Generator) -> Array:
-        """Numbers of ordinary size, as codes."""
+        """Return numbers of ordinary size, as codes."""
         raw = rng.integers(0, 1 << self.bits, (4096,), dtype=np.uint64).astype(np.uint32)
         with np.errstate(invalid="ignore"):
             numbers = self.numbers(raw)
@@ -111,7 +111,7 @@ ELEMENTS = {
 
 
 def a_place(bits: int, i: int, lane: int) -> tuple[int, int]:
-    """Row and column of element a_i in the ISA's figures for k = 8 (tf32), 16 (16 bits), 32 (8 bits), 64 (4 bits)."""
+    """Return row and column of a_i in the ISA's figures: k = 8 (tf32), 16 (16 bits), 32 (8 bits), 64 (4 bits)."""
     g, t = lane // 4, lane % 4
     if bits == 32:
         return g + 8 * (i % 2), t + 4 * (i // 2)
@@ -140,7 +140,7 @@ def c_place(i: int, lane: int) -> tuple[int, int]:
 def packed(
     matrix: Array, bits: int, place: Callable[[int, int, int], tuple[int, int]], registers: int
 ) -> Array:
-    """The registers of all lanes, with a matrix of codes in them."""
+    """Return the registers of all lanes with a matrix of codes in them."""
     per_register = 32 // bits
     out = np.zeros((32, registers), np.uint32)
     for lane in LANES:
@@ -151,7 +151,7 @@ def packed(
 
 
 def chain(a: Array, b: Array, c: Array) -> Array:
-    """c plus the products one after another in f32, each rounded once; a product of short numbers is exact in f64."""
+    """Return c plus the products one by one in f32, each rounded once; products of short numbers are exact in f64."""
     total = c.astype(np.float32)
     for k in range(a.shape[1]):
         exact = to_odd(np.multiply.outer(a[:, k], b[k]).ravel(), total.astype(np.float64).ravel())
@@ -205,8 +205,8 @@ def test_product(shape: str, to: str, of_a: str, of_b: str) -> None:
     with np.errstate(invalid="ignore"):
         numbers_a, numbers_b = a_type.numbers(a), b_type.numbers(b)
     if to == "s32":
-        wanted = (numbers_a @ numbers_b).astype(np.int64) + start
-        result = wanted.astype(np.int32).view(np.uint32)
+        expected = (numbers_a @ numbers_b).astype(np.int64) + start
+        result = expected.astype(np.int32).view(np.uint32)
         assert (got == packed(result, 32, lambda _, i, lane: c_place(i, lane), 4)).all()
     elif to == "f16":
         with np.errstate(over="ignore"):
@@ -231,8 +231,8 @@ SCALED = [
 def test_product_with_scales(
     shape: str, kind: str, vector: int, of_a: str, of_b: str, scale: str, last: bool
 ) -> None:
-    """Two lanes of a quad have the scales of its two rows of A, one has those of its column of B: which, and at which
-    byte they begin, the instruction says. Everywhere else is something that must not be read."""
+    """Two lanes of a quad have the scales of its two rows of A, one has those of its column of B; the instruction
+    selects the lanes and the first byte. All other bytes are values that must not be read."""
     rng = np.random.default_rng(3)
     depth = int(shape.split("k")[1])
     a_type, b_type = ELEMENTS[of_a], ELEMENTS[of_b]
@@ -272,7 +272,7 @@ def test_product_with_scales(
 
 
 def test_integers_that_do_not_fit() -> None:
-    """They wrap, or with .satfinite end at the largest."""
+    """They wrap, or saturate with .satfinite."""
     a, b = np.full((32, 4), 0x7F7F7F7F, np.uint32), np.full((32, 2), 0x7F7F7F7F, np.uint32)
     c = np.full((32, 4), 0x7FFFFFF0, np.uint32)
     for modifier, want in (("", (0x7FFFFFF0 + 32 * 127 * 127) & 0xFFFFFFFF), (".satfinite", 0x7FFFFFFF)):
@@ -289,7 +289,7 @@ def test_integers_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(("rows", "k"), [(8, 4), (16, 4), (16, 8), (16, 16)])
 def test_product_of_doubles(rows: int, k: int) -> None:
-    """A lane has an element of every eighth row and every fourth column of A, then of B and, in pairs, of C."""
+    """A lane has elements of every eighth row and every fourth column of A, then of B and, in pairs, of C."""
     rng = np.random.default_rng(0)
     a, b, c = rng.normal(size=(rows, k)), rng.normal(size=(k, 8)), rng.normal(size=(rows, 8))
     group, member = np.arange(32) // 4, np.arange(32) % 4

@@ -1,4 +1,4 @@
-"""mbarriers: when a phase is over, what waiting for one orders, and what is reported if they are misused."""
+"""mbarriers: completion of phases, the order that a wait gives, and reports of misuse."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from gpu.emulated import kinds, launch, ptx, store_results, words
 from triton_loom.emulator.machine import Options, Program
 
-# %r1 is the mbarrier's address, %p1 says who is thread 0.
+# %r1 is the mbarrier's address; %p1 is true in thread 0.
 HEAD = "mov.b32 %r1, smem; setp.eq.b32 %p1, %r0, 0;"
 
 
-def made(count: int) -> str:
+def initialized(count: int) -> str:
     return f"{HEAD} @%p1 mbarrier.init.shared::cta.b64 [%r1], {count};"
 
 
 def wait(parity: int, scope: str = "", label: str = "wait") -> str:
-    """The loop that Triton writes around try_wait."""
+    """Return the loop that Triton writes around try_wait."""
     return (
         f"{{ .reg .pred done; {label}: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%r1], {parity}; "
         f"@!done bra.uni {label}; }}"
@@ -29,8 +29,8 @@ EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1]"
 
 # ---- phases ----------------------------------------------------------------------------------------------
 
-# What one thread does, and whether the phases of parity 0 and 1 count as over after it. Before the first phase is over,
-# the phase before it (of parity 1) counts as over.
+# Steps of one thread, and whether the phases of parity 0 and 1 count as over after them. Before the end of the first
+# phase, the phase before it (of parity 1) counts as over.
 STATES: list[tuple[int, list[tuple[str, bool, bool]]]] = [
     (1, [("", False, True), (f"{ARRIVE};", True, False), (f"{ARRIVE};", False, True)]),
     (2, [(f"{ARRIVE};", False, True), (f"{ARRIVE};", True, False), (f"{ARRIVE}, 2;", False, True)]),
@@ -94,7 +94,7 @@ def test_states(number: int) -> None:
 
 def test_a_state_names_the_phase_of_its_arrival() -> None:
     body = (
-        made(64)
+        initialized(64)
         + "bar.sync 0; mbarrier.arrive.shared::cta.b64 %rd1, [%r1];"
         + "{ .reg .pred done; again: mbarrier.try_wait.shared::cta.b64 done, [%r1], %rd1; @!done bra again; }"
         + store_results("%r0")
@@ -108,7 +108,7 @@ def test_a_state_names_the_phase_of_its_arrival() -> None:
 
 # Warp 1 stores, all of its threads arrive, warp 0 waits and reads.
 HAND_OVER = (
-    made(32)
+    initialized(32)
     + "bar.sync 0; setp.lt.u32 %p2, %r0, 32; and.b32 %r2, %r0, 31; mad.lo.s32 %r3, %r2, 4, %r1; @%p2 bra READ;"
     + "st.shared.b32 [%r3+16], %r0; mbarrier.arrive.shared::cta.b64 _, [%r1]; bra END; READ: {wait} "
     + "ld.shared.b32 %r4, [%r3+16];"
@@ -118,7 +118,7 @@ HAND_OVER = (
 # The same, but one thread of warp 1 arrives for all of them.
 ONE_FOR_ALL = (
     (
-        made(1)
+        initialized(1)
         + "bar.sync 0; setp.lt.u32 %p2, %r0, 32; and.b32 %r2, %r0, 31; mad.lo.s32 %r3, %r2, 4, %r1; @%p2 bra READ;"
         + "{store} {sync} setp.eq.b32 %p3, %r2, {who}; @%p3 mbarrier.arrive.shared::cta.b64 _, [%r1]; bra END; READ: "
         + wait(0)
@@ -133,7 +133,7 @@ ONE_FOR_ALL = (
 
 @dataclass(frozen=True)
 class Handed:
-    """Kernels of 64 threads that differ in one thing: with it they are right."""
+    """A pair of 64-thread kernels that differ in one thing, without which the kernel is wrong."""
 
     wrong: str
     right: str
@@ -168,9 +168,10 @@ def test_what_a_wait_orders(name: str) -> None:
 
 
 def test_a_wait_for_the_phase_before() -> None:
-    """It is over already and orders nothing; or the phase to wait for is over as well, and the wait has no end."""
-    found = kinds(launch(HAND_OVER.format(wait=wait(1)), words(64), threads=64, shared=256))
-    assert found in (["shared memory race"], ["deadlock"])
+    """The previous phase is over, so the wait orders nothing; or the awaited phase is over as well, and the wait is
+    endless."""
+    reported = kinds(launch(HAND_OVER.format(wait=wait(1)), words(64), threads=64, shared=256))
+    assert reported in (["shared memory race"], ["deadlock"])
 
 
 # Warp 1 stores and arrives at the barrier of the cluster; warp 0 waits and reads.
@@ -231,12 +232,12 @@ def test_misuse_is_reported(name: str, delivery: str) -> None:
 
 
 def test_made_again_in_the_same_way_before_its_use() -> None:
-    """Triton's warp specialisation does this: it changes nothing."""
+    """Triton's warp specialization does this: it changes nothing."""
     assert not launch(ALONE.format(f"{INIT} {INIT} {ARRIVE};"), words(1), shared=8).findings
 
 
-def test_used_by_others_before_it_is_made() -> None:
-    body = made(64) + "{sync} " + ARRIVE + ";" + wait(0)
+def test_used_by_others_before_its_init() -> None:
+    body = initialized(64) + "{sync} " + ARRIVE + ";" + wait(0)
     sync = "bar.sync 0;"
     assert not launch(body.replace("{sync}", sync), words(1), threads=64, shared=8).findings
     assert "shared memory race" in kinds(launch(body.replace("{sync}", ""), words(1), threads=64, shared=8))
@@ -244,22 +245,23 @@ def test_used_by_others_before_it_is_made() -> None:
 
 def test_ended_while_others_still_look() -> None:
     body = (
-        made(1) + f"bar.sync 0; @%p1 {ARRIVE}; {wait(0)} {{sync}} @%p1 mbarrier.inval.shared::cta.b64 [%r1];"
+        initialized(1)
+        + f"bar.sync 0; @%p1 {ARRIVE}; {wait(0)} {{sync}} @%p1 mbarrier.inval.shared::cta.b64 [%r1];"
     )
     assert not launch(body.replace("{sync}", "bar.sync 0;"), words(1), threads=64, shared=8).findings
     assert "shared memory race" in kinds(launch(body.replace("{sync}", ""), words(1), threads=64, shared=8))
 
 
 def test_a_deadlock_names_the_wait() -> None:
-    (finding,) = launch(made(2) + f"@%p1 {ARRIVE}; bar.sync 0;" + wait(0), words(1), shared=8).findings
+    (finding,) = launch(initialized(2) + f"@%p1 {ARRIVE}; bar.sync 0;" + wait(0), words(1), shared=8).findings
     assert finding.kind == "deadlock"
     assert finding.by.instruction.startswith("mbarrier.try_wait.parity")
 
 
-def test_lanes_may_wait_apart() -> None:
-    """Lane 0 waits for what the other lanes of its warp do after they have gone another way."""
+def test_lanes_may_wait_separately() -> None:
+    """Lane 0 waits for the other lanes of its warp, which take another branch."""
     body = (
-        made(31)
+        initialized(31)
         + "bar.warp.sync -1; @!%p1 bra OTHERS;"
         + wait(0)
         + "ld.shared.b32 %r4, [%r1+16]; st.global.b32 [%rd0], %r4; bra END; OTHERS: st.shared.b32 [%r1+16], 7; "
@@ -272,8 +274,13 @@ def test_lanes_may_wait_apart() -> None:
 
 
 def test_waits_are_executed_once() -> None:
-    """However often it is looked again: counts do not depend on the schedule."""
-    body = made(1) + "bar.sync 0; setp.lt.u32 %p2, %r0, 32; @!%p2 bra LATER;" + wait(0) + "bra END; LATER: "
+    """A wait counts once, however often it is polled: counts do not depend on the schedule."""
+    body = (
+        initialized(1)
+        + "bar.sync 0; setp.lt.u32 %p2, %r0, 32; @!%p2 bra LATER;"
+        + wait(0)
+        + "bra END; LATER: "
+    )
     body += "mov.b32 %r5, 0; LOOP: add.s32 %r5, %r5, 1; setp.lt.s32 %p3, %r5, 100000; @%p3 bra LOOP;"
     body += f"setp.eq.b32 %p4, %r0, 32; @%p4 {ARRIVE}; END:"
     outcome = launch(body, words(1), threads=64, shared=8)

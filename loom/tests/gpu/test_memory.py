@@ -42,8 +42,8 @@ def test_every_width_there_and_back(size: int, count: int, space: str) -> None:
 
 
 @pytest.mark.parametrize(("address", "found"), [("%r0", []), ("%r1", ["local memory out of bounds"])])
-def test_a_threads_own_memory_ends(address: str, found: list[str]) -> None:
-    """Thread t has 34 bytes, of which it writes those at t, or at t + 1."""
+def test_local_memory_is_bounded(address: str, found: list[str]) -> None:
+    """Thread t has 34 bytes, and writes those at t, or at t + 1."""
     out = words(32)
     body = f".local .align 4 .b8 mine[34]; add.s32 %r1, %r0, 1; st.local.b8 [{address}+2], %rs1;"
     assert kinds(launch(body, out)) == found
@@ -97,7 +97,7 @@ ATOMICS = [
 @pytest.mark.parametrize(("operation", "type_"), ATOMICS)
 @pytest.mark.parametrize("space", ["global", "shared"])
 def test_atomics(operation: str, type_: str, space: str) -> None:
-    """Lanes come one after another; each gets what the one before has left."""
+    """Lanes are executed in order; each reads its predecessor's value."""
     dtype = np.dtype(BITS[type_])
     values = (
         RNG.integers(-50, 50, 32).astype(dtype)
@@ -143,7 +143,7 @@ def test_compare_and_swap(bits: int) -> None:
 
 @pytest.mark.parametrize("name", ["f16x2", "bf16x2"])
 def test_atomic_sums_of_halves(name: str) -> None:
-    """Both halves, each rounded to its type: 32 times 0.25 and 1."""
+    """Both halves are summed, each rounded to its type: 32 times 0.25 and 1."""
     one, quarter = (0x3C00, 0x3400) if name == "f16x2" else (0x3F80, 0x3E80)
     sums = (0x5000, 0x4800) if name == "f16x2" else (0x4200, 0x4100)
     memory, out = words(1), words(1)
@@ -167,9 +167,15 @@ def test_atomic_sums_of_many_blocks() -> None:
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("operation", ["atom.{}.add.f32 %r3, {}, %r1;", "red.{}.add.f32 {}, %r1;"])
 def test_atomic_sums_of_subnormal_numbers(space: str, operation: str) -> None:
-    """In global memory they are zeros, as operands and as results; in shared memory they are kept (PTX ISA, atom)."""
-    least = 2.0**-126
-    cases = [(0.0, least / 2), (least / 2, 0.0), (-least / 4, -0.0), (1.5 * least, -least), (least, least)]
+    """Global memory flushes subnormal operands and results to zero; shared memory keeps them (PTX ISA, atom)."""
+    tiny = 2.0**-126
+    cases = [
+        (0.0, tiny / 2),
+        (tiny / 2, 0.0),
+        (-tiny / 4, -0.0),
+        (1.5 * tiny, -tiny),
+        (tiny, tiny),
+    ]
     for before, added in cases:
         memory = np.array([before], np.float32)
         code = np.array([added], np.float32).view(np.uint32)[0]
@@ -182,9 +188,9 @@ def test_atomic_sums_of_subnormal_numbers(space: str, operation: str) -> None:
         else:
             body += f"{update} end:"
         assert not launch(body, memory, shared=4).findings
-        terms = [np.float32(x) if space == "shared" or abs(x) >= least else 0.0 for x in (before, added)]
+        terms = [np.float32(x) if space == "shared" or abs(x) >= tiny else 0.0 for x in (before, added)]
         total = float(np.float32(terms[0]) + np.float32(terms[1]))
-        assert memory[0] == (total if space == "shared" or abs(total) >= least else 0.0)
+        assert memory[0] == (total if space == "shared" or abs(total) >= tiny else 0.0)
 
 
 def test_a_parameter_by_its_address() -> None:
@@ -229,20 +235,20 @@ def copied(delivery: str, wait: str, sync: str, across: int = 0) -> tuple[Array,
 @pytest.mark.parametrize("delivery", ["late", "early"])
 @pytest.mark.parametrize("wait", ["cp.async.wait_group 1;", "cp.async.wait_group 0;", "cp.async.wait_all;"])
 def test_a_copy_is_there_after_its_wait(delivery: str, wait: str) -> None:
-    out, rows, found = copied(delivery, wait, "")
+    out, rows, reported = copied(delivery, wait, "")
     assert (out == rows).all()
-    assert not found
-    out, rows, found = copied(delivery, wait, "bar.warp.sync -1;", across=16)
+    assert not reported
+    out, rows, reported = copied(delivery, wait, "bar.warp.sync -1;", across=16)
     assert (out == rows[np.arange(32) ^ 1]).all()
-    assert not found
+    assert not reported
 
 
 @pytest.mark.parametrize("delivery", ["late", "early"])
 def test_a_copy_that_is_not_waited_for(delivery: str) -> None:
-    """Found either way; late, the bytes are wrong as well."""
+    """The race is found either way; with late delivery, the bytes are wrong as well."""
     for wait in ("", "cp.async.wait_group 2;"):
-        out, rows, found = copied(delivery, wait, "bar.sync 0;")
-        assert found == ["shared memory race"]
+        out, rows, reported = copied(delivery, wait, "bar.sync 0;")
+        assert reported == ["shared memory race"]
         assert (out == rows).all() == (delivery == "early")
 
 
@@ -271,7 +277,7 @@ def test_a_wait_counts_groups(waits: str, found: list[str]) -> None:
     assert (out == data[:32]).all() == (not found)
 
 
-def test_a_copy_reads_nothing_where_nothing_is_given() -> None:
+def test_a_copy_of_no_bytes_reads_nothing() -> None:
     out = words(32)
     body = f"""
       mov.b32 %r1, smem; mad.lo.s32 %r2, %r0, 4, %r1; mov.b64 %rd5, 64;

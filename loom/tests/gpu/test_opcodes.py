@@ -1,4 +1,4 @@
-"""The table of opcodes and the machine's handlers: each row leads to a handler, and no handler is without a row."""
+"""The table of opcodes and the machine's handlers: each row leads to a handler, and each handler has a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_loom.ptx.program import flatten
 
 
 def names_of(pattern: str) -> set[str]:
-    """Instructions of a pattern: many, drawn at random."""
+    """Return many random instructions of a pattern."""
     draw = random.Random(0)
     return {_drawn(pattern, draw) for _ in range(40 * min(20, 1 + len(re.findall(r"[|{]", pattern))))}
 
@@ -35,7 +35,7 @@ def vector(first: str, count: int) -> str:
 
 
 def operands_of(name: str) -> list[str]:
-    """Operands that an instruction can have."""
+    """Return valid operands of an instruction."""
     words = name.split(".")
     value, at = (
         register(words[-1]) if re.search(r"\d", words[-1]) else "",
@@ -70,12 +70,12 @@ def operands_of(name: str) -> list[str]:
         "vote": "%p1 %p2 -1", "mov": f"{value} {value}", "cp.async.commit": "", "cp.async.wait_all": "",
         "and.pred": "%p1 %p2 %p3", "or.pred": "%p1 %p2 %p3", "xor.pred": "%p1 %p2 %p3",
     }  # fmt: skip
-    given = next((text for prefix, text in fixed.items() if name.startswith(prefix)), "")
-    return given.split() + (policy if name.startswith("cp.async.c") else [])
+    fixed_operands = next((text for prefix, text in fixed.items() if name.startswith(prefix)), "")
+    return fixed_operands.split() + (policy if name.startswith("cp.async.c") else [])
 
 
 def matrix_registers(words: list[str]) -> tuple[int, int, int]:
-    """Of A, B and C, from the shape and the types."""
+    """Return the numbers of registers of A, B and C, from the shape and the types."""
     depth = int(words[3].split("k")[1])
     if words[-1] == "f64":
         parts = 2 if words[3].startswith("m16") else 1
@@ -86,7 +86,7 @@ def matrix_registers(words: list[str]) -> tuple[int, int, int]:
 
 
 def reached() -> set[str]:
-    """The handlers of everything that the table knows."""
+    """Return the handlers of everything in the table."""
     statements = []
     for row in opcodes.ROWS:
         for name in sorted(names_of(row.pattern)):
@@ -96,7 +96,7 @@ def reached() -> set[str]:
     return {instruction.handler for instruction in flatten(text.read(ptx(body))).instructions}
 
 
-# What the operands decide, not the name.
+# Handlers that the operands select, not the name.
 FURTHER = """
   mov.b32 %r1, {%rs1, %rs2}; mov.b64 %rd1, {%r1, %r2}; mov.b64 %rd1, {%rs1, %rs2, %rs3, %rs4}; mov.b16 %rs1, {a, b};
   mov.b32 {%rs1, %rs2}, %r1; mov.b64 {%r1, %r2}, %rd1; mov.b64 {%rs1, %rs2, %rs3, %rs4}, %rd1; mov.b16 {a, b}, %rs1;
@@ -114,12 +114,12 @@ def test_rows_and_handlers_agree() -> None:
         while name := library.gpu_handler_name(number):
             handlers.add(name.decode())
             number += 1
-    have = reached()
+    reached_handlers = reached()
     packs = flatten(text.read(ptx("{ .reg .b8 a, b, c, d;" + FURTHER + "}")))
-    have |= {instruction.handler for instruction in packs.instructions}
+    reached_handlers |= {instruction.handler for instruction in packs.instructions}
     wide = [f"{op} %rd1, [{at}];" for op, at in widening()] + [f"st.{s} [{a}], %rd1;" for s, a in narrowing()]
-    have |= {i.handler for i in flatten(text.read(ptx("\n".join(wide)))).instructions}
-    named = {name for name in have if "|" not in name}  # others are arithmetic
+    reached_handlers |= {i.handler for i in flatten(text.read(ptx("\n".join(wide)))).instructions}
+    named = {name for name in reached_handlers if "|" not in name}  # others are arithmetic
     assert named - handlers == set(), "named by a row, and the machine has none"
     assert handlers - named == set(), "in the machine, and no row leads to it"
 
@@ -143,7 +143,7 @@ def narrowing() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("modifier", [".sat", ".wide", ".sc", ".f16", ".L4::hint"])
 def test_no_modifier_is_ignored(modifier: str) -> None:
-    """A known instruction with a modifier that it does not have is not known."""
+    """A known instruction with an invalid modifier is refused."""
     for name in (
         "ld.global.b32",
         "st.shared.b32",

@@ -1,6 +1,6 @@
 """Products of sm_100: every kind, both majors, every swizzle, A from tensor memory, scales, copies, and their order.
 
-Matrices have small integers (or halves), so that every sum is exact and one element in a wrong place shows.
+Matrices have small integers (or halves), so that every sum is exact and a single misplaced element shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESULTS = {"f16": 0, "f32": 1, "s32": 2}
 
 @dataclass(frozen=True)
 class TilePlace(Place):
-    """Where a matrix lies in shared memory: of a step of k, which has more than 16 elements if they are bytes."""
+    """Location of a matrix in shared memory, for a step of k, which has more than 16 elements if they are bytes."""
 
     eights: int = 2  # of k
 
@@ -39,8 +39,8 @@ class TilePlace(Place):
         return leading, stride
 
     def descriptor(self, at: int, rows: int) -> int:
-        wanted = super().descriptor(at, rows)
-        return wanted | VERSION
+        bits = super().descriptor(at, rows)
+        return bits | VERSION
 
 
 def of_step(place: Place | None, type_: str) -> TilePlace | None:
@@ -54,7 +54,7 @@ WIDE = Place()
 
 @dataclass(frozen=True)
 class Product:
-    """D = A B, or D + A B; with scales if there are some for a step of k."""
+    """A product D = A B, or D + A B, with scales if there are any for a step of k."""
 
     a: str = "bf16"
     b: str = "bf16"
@@ -88,7 +88,7 @@ class Product:
 
     @property
     def instruction(self) -> int:
-        """The instruction descriptor."""
+        """Return the instruction descriptor."""
         types = (1, 1) if self.packed else (TYPES[self.a], TYPES[self.b])
         a_mn, b_mn = bool(self.a_place and self.a_place.mn_major), self.b_place.mn_major
         bits = types[0] << 7 | types[1] << 10 | (self.signs[0] < 0) << 13 | (self.signs[1] < 0) << 14
@@ -121,29 +121,29 @@ class Product:
 
 
 def operand(rows: int, type_: str, k: int, seed: int) -> tuple[Array, Array]:
-    """Numbers and their codes."""
+    """Return numbers and their codes."""
     if type_ == "e2m1":
-        found = np.random.default_rng(seed).integers(0, 16, (rows, k)).astype(np.uint8)
-        return FP4[found & 7] * np.where(found >= 8, -1, 1), found
+        nibbles = np.random.default_rng(seed).integers(0, 16, (rows, k)).astype(np.uint8)
+        return FP4[nibbles & 7] * np.where(nibbles >= 8, -1, 1), nibbles
     numbers = integers((rows, k), type_, seed)
     return numbers.astype(np.float64), codes(numbers, type_)
 
 
-def as_bytes(found: Array, type_: str, packed: bool) -> Array:
-    """Elements as bytes of a row; four bits lie side by side, or sixteen of them in each half of sixteen bytes."""
+def as_bytes(elements: Array, type_: str, packed: bool) -> Array:
+    """Return a row's elements as bytes; 4-bit elements are packed, or 16 of them fill half of 16 bytes."""
     if type_ != "e2m1":
-        return found
-    pairs = found[:, ::2] | found[:, 1::2] << 4
+        return elements
+    pairs = elements[:, ::2] | elements[:, 1::2] << 4
     if packed:
         return pairs
-    padded = np.zeros((found.shape[0], found.shape[1]), np.uint8)
-    for chunk in range(found.shape[1] // 16):
+    padded = np.zeros((elements.shape[0], elements.shape[1]), np.uint8)
+    for chunk in range(elements.shape[1] // 16):
         padded[:, 16 * chunk : 16 * chunk + 8] = pairs[:, 8 * chunk : 8 * chunk + 8]
     return padded
 
 
 def lanes(case: Product) -> Array:
-    """By row of D and A."""
+    """Return the lane of each row of D and A."""
     row = np.arange(case.rows)
     return row if case.rows == 128 else row // 16 * 32 + row % 16 + 16 * case.half
 
@@ -151,31 +151,31 @@ def lanes(case: Product) -> Array:
 def write_tile(memory: Array, at: int, place: TilePlace, matrix: Array) -> None:
     row, k = np.indices(matrix.shape)
     offset = place.offset(row, k, matrix.itemsize, matrix.shape[0])  # type: ignore[arg-type]
-    where = np.asarray(swizzled(at + offset, place.swizzle)) - TILES_AT
+    offsets = np.asarray(swizzled(at + offset, place.swizzle)) - TILES_AT
     content = np.ascontiguousarray(matrix).view(np.uint8).reshape(*matrix.shape, matrix.itemsize)
-    memory[where[..., None] + np.arange(matrix.itemsize)] = content
+    memory[offsets[..., None] + np.arange(matrix.itemsize)] = content
 
 
 def scale_codes(case: Product, rows: int, seed: int) -> tuple[Array, Array]:
-    """Four bytes for each row, and the factors of each element of k."""
+    """Return four bytes for each row, and the factors of each element of k."""
     random = np.random.default_rng(seed)
     if case.scales == 4:
-        found = random.integers(0x30, 0x48, (rows, 4)).astype(np.uint8)  # e4m3 from 1/2 to 4
-        factors = (1 + (found & 7) / 8) * 2.0 ** ((found >> 3).astype(float) - 7)
+        scale_bytes = random.integers(0x30, 0x48, (rows, 4)).astype(np.uint8)  # e4m3 from 1/2 to 4
+        factors = (1 + (scale_bytes & 7) / 8) * 2.0 ** ((scale_bytes >> 3).astype(float) - 7)
     else:
-        found = random.integers(125, 130, (rows, 4)).astype(np.uint8)
-        factors = 2.0 ** (found.astype(float) - 127)
-    return found, factors
+        scale_bytes = random.integers(125, 130, (rows, 4)).astype(np.uint8)
+        factors = 2.0 ** (scale_bytes.astype(float) - 127)
+    return scale_bytes, factors
 
 
-def put_scales(image: Array, column: int, found: Array) -> None:
-    for row, four in enumerate(found):
+def put_scales(image: Array, column: int, scale_bytes: Array) -> None:
+    for row, four in enumerate(scale_bytes):
         for quarter in range(4):
             image[quarter * 32 + row % 32, column + row // 32] = four.view(np.uint32)[0]
 
 
 def prepare(case: Product) -> tuple[Array, Array, Array]:
-    """Tensor memory and shared memory before, and D afterwards as numbers."""
+    """Return tensor memory and shared memory before, and D afterward as numbers."""
     a, a_codes = operand(case.rows, case.a, case.k, 1)
     b, b_codes = operand(case.columns, case.b, case.k, 2)
     start = integers((case.rows, case.columns), "bf16", 3)
@@ -198,8 +198,8 @@ def prepare(case: Product) -> tuple[Array, Array, Array]:
             (A_SCALES, case.rows, 6, case.a_id),
             (B_SCALES, case.columns, 7, case.b_id),
         ):
-            found, factors = scale_codes(case, rows, seed)
-            put_scales(image, column, found)
+            scale_bytes, factors = scale_codes(case, rows, seed)
+            put_scales(image, column, scale_bytes)
             part = np.repeat(factors[:, first : first + case.scales], case.k // case.scales, 1)
             if column == A_SCALES:
                 a = a * part
@@ -210,7 +210,7 @@ def prepare(case: Product) -> tuple[Array, Array, Array]:
 
 
 def run(case: Product, options: Options = CHECKED, **changes: str) -> tuple[Array, Array, Outcome]:
-    """D, what it should be, and what was found."""
+    """Return D, its expected value, and the findings."""
     image, tiles, exact = prepare(case)
     got, outcome = Kernel(shared=ROOM).run(
         image, tiles, options, **({"act": only(case.statement())} | changes)
@@ -299,7 +299,7 @@ def test_a_sum_that_saturates() -> None:
 
 
 def test_scales_beyond_f32() -> None:
-    """448 times 2^127 is too large for f32, and the product with something small is not."""
+    """448 times 2^127 is too large for f32, but its product with a small value is not."""
     case = Product("e4m3", "e4m3", **MX8, columns=16, adds=False)
     image, tiles, _ = prepare(case)
     for column, code in ((A_SCALES, 0xFE), (B_SCALES, 0x01)):
@@ -325,7 +325,7 @@ def test_the_ends_of_e8m0(scale: int, bits: int) -> None:
 
 # ---- copies -------------------------------------------------------------------------------------------------------
 
-# Shape: rows, bytes of each, and of a lane which row it has.
+# Shape: rows, bytes of each, and the row of a lane.
 COPIES = {
     "128x256b": (128, 32, lambda lane: lane),
     "128x128b": (128, 16, lambda lane: lane),
@@ -357,7 +357,7 @@ def test_copies(shape: str, swizzle: str) -> None:
 
 
 def test_a_product_takes_scales_that_a_copy_brings() -> None:
-    """Without a wait between them: the unit does what one thread begins in its order."""
+    """No wait is needed between them: the unit performs one thread's operations in order."""
     case = Product("e4m3", "e4m3", **MX8, columns=128)
     image, tiles, exact = prepare(case)
     for column, at in ((A_SCALES, SCALES_AT), (B_SCALES, SCALES_AT + 512)):
@@ -416,7 +416,7 @@ ORDER: dict[str, tuple[str, dict[str, str]]] = {
     "the mbarrier is not made": ("no mbarrier", {"init": ""}),
     "past what is allocated": (BOUNDS, {"act": described("add.s32 %r10, %r10, 250")}),
     "in lanes that no product has": (BOUNDS, {"act": described("add.s32 %r10, %r10, 1048576")}),
-    "D was never written": ("uninitialised tensor memory", {"store": "", "wait_st": "", "load": ""}),
+    "D was never written": ("uninitialized tensor memory", {"store": "", "wait_st": "", "load": ""}),
     "bits that mean nothing": (DESCRIPTOR, {"act": with_bits(1 << 6)}),
     "a sparse matrix": (DESCRIPTOR, {"act": with_bits(1 << 2)}),
     "no rows": (DESCRIPTOR, {"act": with_bits(8 << 24)}),
@@ -437,7 +437,7 @@ def test_what_a_product_needs(name: str, delivery: str) -> None:
 
 
 def test_products_may_follow_each_other() -> None:
-    """Into the same accumulators, without a wait between them."""
+    """Products into the same accumulators need no wait between them."""
     got, exact, outcome = run(SMALL, act=only(SMALL.statement() * 3))
     once, _, _ = run(SMALL)
     start = integers((128, 16), "bf16", 3)

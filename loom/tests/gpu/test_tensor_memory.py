@@ -1,4 +1,4 @@
-"""Tensor memory: who has which cell, allocation, and the order that loads and stores need."""
+"""Tensor memory: layouts, allocation, and the order that loads and stores need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = np.zeros(0, np.uint8)
 NO_BARRIER = {"init": "", "commit": "", "wait": ""}  # where no product is made
 
 
-def test_what_is_stored_is_loaded() -> None:
+def test_loads_return_what_was_stored() -> None:
     image = unwritten()
     got, outcome = Kernel().run(image, NOTHING, **NO_BARRIER)
     assert not outcome.findings
@@ -21,7 +21,7 @@ def test_what_is_stored_is_loaded() -> None:
 
 # ---- shapes -------------------------------------------------------------------------------------------------------
 
-# Of thread t and register r: lane and column.
+# Lane and column of thread t and register r.
 SHAPES = {
     "32x32b": lambda t, r: (t, r),
     "16x64b": lambda t, r: (t // 4 + 8 * (t % 2), 2 * r + t // 2 % 2),
@@ -33,20 +33,20 @@ REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1
 
 
 def moved(shape: str, count: int, packed: bool, half: int, column: int, loads: bool) -> str:
-    """A load or a store of `count` repetitions, from sixteen lanes further on if `half`."""
+    """Return a load or a store of `count` repetitions, offset by sixteen lanes if `half`."""
     names = ", ".join(f"%r{64 + n}" for n in range(count * REGISTERS[shape]))
-    how = (".pack::16b" if loads else ".unpack::16b") if packed else ""
+    modifier = (".pack::16b" if loads else ".unpack::16b") if packed else ""
     split = ", 40" if shape == "16x32bx2" else ""
     address = f"[%r11 + {half * 16 << 16 | column}]"
-    opcode = f"tcgen05.{'ld' if loads else 'st'}.sync.aligned.{shape}.x{count}{how}.b32"
+    opcode = f"tcgen05.{'ld' if loads else 'st'}.sync.aligned.{shape}.x{count}{modifier}.b32"
     return f"{opcode} {{{names}}}, {address}{split};" if loads else f"{opcode} {address}{split}, {{{names}}};"
 
 
 def cells(
     shape: str, registers: int, packed: bool, half: int, column: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """By thread of a warp and register the cells that belong to it, in the warp's quarter."""
-    found = []
+    """Return the cells of each register of each thread of a warp, in the warp's quarter."""
+    result = []
     for thread in range(32):
         of_thread = []
         for r in range(registers):
@@ -57,14 +57,14 @@ def cells(
             elif packed:
                 at *= 2
             of_thread.append([(lane, column + at + k) for k in range(2 if packed else 1)])
-        found.append(of_thread)
-    return found
+        result.append(of_thread)
+    return result
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape: str, packed: bool) -> None:
-    """A load takes what its shape says; a store of that to another place puts it there in the same way."""
+    """A load reads the cells of its shape; a store of the result elsewhere has the same layout."""
     count, half = 4, 0 if shape == "32x32b" else 1
     image = unwritten()
     parts = {
@@ -122,7 +122,7 @@ def test_wrong_uses(name: str) -> None:
     assert kind in kinds(outcome)
 
 
-def test_two_allocations_lie_apart() -> None:
+def test_two_allocations_are_disjoint() -> None:
     parts = {
         "alloc": ALLOC.format(256) + ALLOC.replace("[%r9]", "[%r9+4]").format(128),
         "act": "ld.shared.b32 %r15, [%r9+4]; add.s32 %r16, %r15, %r13; mov.b32 %r64, 7;"
@@ -174,8 +174,8 @@ BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thre
     ids=["no fences at all", "both", "none after", "none before"],
 )
 def test_fences(before: str, after: str, found: list[str]) -> None:
-    """A kernel that fences threads at one place is held to do so: here a copy by the first thread overwrites what other
-    warps have stored."""
+    """A kernel with one fence of threads must have all that it needs: here the first thread's copy overwrites other
+    warps' stores."""
     fences = {"wait_st": WAIT_ST + before, "meet": "bar.sync 0;" + after}
     copy = only(f"mov.b64 %rd50, {descriptor()}; tcgen05.cp.cta_group::1.128x128b [%r10], %rd50")
     parts = {"act": copy, "wait": Kernel().standard()["wait"] + after, "end": before + "bar.sync 0;" + after}
@@ -185,13 +185,13 @@ def test_fences(before: str, after: str, found: list[str]) -> None:
 
 
 def descriptor() -> int:
-    """Of 128 rows of 16 bytes from the first tile on, one after another, without a swizzle."""
+    """Return a descriptor of 128 contiguous 16-byte rows from the first tile on, without a swizzle."""
     return (1024 + 1024) >> 4 | 8 << 32 | 1 << 46
 
 
-def test_what_nobody_has_written() -> None:
-    """Is NaN in every format. Where a loop has no turns, Triton's pipelines load sums that were never made and drop
-    them: a load is no finding. A product that adds to them is (test_tcgen05.py)."""
+def test_unwritten_cells() -> None:
+    """Unwritten cells are NaN in every format. If a loop has no iterations, Triton's pipelines load sums that were
+    never computed and drop them, so a load is not a finding. A product that adds to them is (test_tcgen05.py)."""
     for _ in range(2):
         got, outcome = Kernel().run(unwritten(), NOTHING, **(NO_BARRIER | {"store": ""}))
         assert not outcome.findings

@@ -1,4 +1,4 @@
-"""Blocks that never end: they are stopped, by what is seen of them, by a limit, or by Ctrl-C."""
+"""Blocks that never end: they are stopped by deadlock detection, by a limit, or by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_next_launch_has_its_own_time() -> None:
 
 @pytest.mark.parametrize("cooperative", [False, True])
 def test_an_interrupt_ends_a_launch_within_a_second(cooperative: bool) -> None:
-    """In seconds that the process runs, which do not depend on what else the machine does."""
+    """Time is the process's CPU time, which does not depend on the machine's load."""
     sent = 0.0
 
     def interrupt() -> None:
@@ -68,7 +68,7 @@ def test_an_interrupt_ends_a_launch_within_a_second(cooperative: bool) -> None:
     assert time.process_time() - sent < 1
 
 
-def test_where_the_limit_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_LOOM_EMULATE_LIMIT", raising=False)
     assert (seconds(None), seconds(5), seconds(math.inf)) == (60, 5, math.inf)
     monkeypatch.setenv("TRITON_LOOM_EMULATE_LIMIT", "2.5")
@@ -76,7 +76,7 @@ def test_where_the_limit_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     with triton_loom.emulate("sm_90") as gpu:
         assert gpu.options.limit == 2.5
     monkeypatch.setenv("TRITON_LOOM_EMULATE_LIMIT", "soon")
-    with pytest.raises(ValueError, match="TRITON_LOOM_EMULATE_LIMIT is a number of seconds above 0"):
+    with pytest.raises(ValueError, match="TRITON_LOOM_EMULATE_LIMIT must be a number of seconds above 0"):
         seconds(None)
-    with pytest.raises(ValueError, match="limit is a number of seconds above 0"):
+    with pytest.raises(ValueError, match="limit must be a number of seconds above 0"):
         seconds(0)

@@ -1,6 +1,6 @@
 """Products of warp groups: every type, both majors, every swizzle, and the order that they need.
 
-Matrices have small integers, so that every sum is exact and one element in a wrong place shows.
+Matrices have small integers, so that every sum is exact and a single misplaced element shows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 
 
 
 def codes(numbers: Array, type_: str) -> Array:
-    """The bits of small integers."""
+    """Return the bits of small integers."""
     if type_ in ("s8", "u8"):
         return numbers.astype(np.int16).astype(np.uint8)
     if type_ == "tf32":  # the bits that do not count are set
@@ -49,14 +49,14 @@ def numbers(shape: tuple[int, int], type_: str, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class Place:
-    """Rows (of A; columns of B) by k, laid out for a descriptor."""
+    """Layout of rows (of A; columns of B) by k, for a descriptor."""
 
     swizzle: str = "128"
     mn_major: bool = False
     step: int = 0  # K-major under a swizzle: which 32 bytes of the span are this product's
 
     def strides(self, rows: int) -> tuple[int, int]:
-        """Leading and stride offset, in bytes; odd ones where they do matter."""
+        """Return the leading and stride offsets in bytes; unusual ones where they matter."""
         span = SPAN[self.swizzle]
         if self.swizzle == "none":
             return (128 + rows * 16, 128) if not self.mn_major else (rows // 8 * 128 + 128, 128)
@@ -65,7 +65,7 @@ class Place:
         return 16, 8 * span
 
     def offset(self, row: int, k: int, size: int, rows: int) -> int:
-        """Of an element, in bytes."""
+        """Return the offset of an element, in bytes."""
         leading, stride = self.strides(rows)
         span = SPAN[self.swizzle]
         if self.mn_major:
@@ -86,8 +86,8 @@ class Place:
     def write(self, memory: Array, at: int, matrix: Array) -> None:
         rows, size = matrix.shape[0], matrix.itemsize
         for (row, k), code in np.ndenumerate(matrix):
-            where = swizzled(at + self.offset(row, k, size, rows), self.swizzle)
-            memory[where : where + size] = np.frombuffer(code.tobytes(), np.uint8)
+            location = swizzled(at + self.offset(row, k, size, rows), self.swizzle)
+            memory[location : location + size] = np.frombuffer(code.tobytes(), np.uint8)
 
 
 # ---- a product --------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Product:
-    """D (64 x columns) = A B, or D + A B."""
+    """A product D (64 x columns) = A B, or D + A B."""
 
     result: str = "f32"
     a: str = "bf16"
@@ -131,7 +131,7 @@ class Product:
         return f"{self.opcode} {{{accumulators}}}, {left}, %rd51, %p5{''.join(f', {t}' for t in tail)};"
 
     def prepare(self) -> str:
-        """Reads accumulators (p1) and A (p2), fills shared memory (p3), has the descriptors in %rd50 and %rd51."""
+        """Read accumulators (p1) and A (p2), fill shared memory (p3), put the descriptors in %rd50 and %rd51."""
         lines = [
             words_in(ROOM // 4, 0, "%rd3", THREADS),
             f"mul.wide.u32 %rd10, %r0, {4 * self.registers}; add.s64 %rd10, %rd1, %rd10;",
@@ -155,28 +155,28 @@ WAIT = "wgmma.wait_group.sync.aligned 0;"
 
 
 def fragments(matrix: Array, result: str) -> Array:
-    """A 64 x n matrix as the registers of 128 threads: thread by register. Thread t of warp w has rows 16 w + t / 4 and
-    8 more, and of each eight columns two from 2 (t % 4) on."""
+    """Return a 64 x n matrix as registers of 128 threads, [thread, register]. Thread t of warp w has rows 16 w + t / 4
+    and 8 more, and two of each eight columns from 2 (t % 4) on."""
     columns = matrix.shape[1]
-    found = np.zeros((THREADS, columns // 2), matrix.dtype)
+    registers = np.zeros((THREADS, columns // 2), matrix.dtype)
     for thread in range(THREADS):
         warp, lane = divmod(thread, 32)
         for n in range(columns // 2):
             row = 16 * warp + lane // 4 + (8 if n % 4 >= 2 else 0)
-            found[thread, n] = matrix[row, n // 4 * 8 + lane % 4 * 2 + n % 2]
-    return found.astype(np.float16 if result == "f16" else np.int32 if result == "s32" else np.float32)
+            registers[thread, n] = matrix[row, n // 4 * 8 + lane % 4 * 2 + n % 2]
+    return registers.astype(np.float16 if result == "f16" else np.int32 if result == "s32" else np.float32)
 
 
 def a_registers(matrix: Array) -> Array:
-    """A as it lies in registers: four words a thread, rows t / 4 and 8 more, then the same for the second half of k."""
-    found = np.zeros((THREADS, 4), np.uint32)
+    """Return A in registers: four words per thread, rows t / 4 and 8 more, then these for the second half of k."""
+    registers = np.zeros((THREADS, 4), np.uint32)
     per_word = 4 // matrix.itemsize
     for thread in range(THREADS):
         warp, lane = divmod(thread, 32)
         for n in range(4):
             row, k = 16 * warp + lane // 4 + n % 2 * 8, lane % 4 * per_word + n // 2 * 4 * per_word
-            found[thread, n] = np.ascontiguousarray(matrix[row, k : k + per_word]).view(np.uint32)[0]
-    return found
+            registers[thread, n] = np.ascontiguousarray(matrix[row, k : k + per_word]).view(np.uint32)[0]
+    return registers
 
 
 WHOLE = "{prepare} {fence} {begin} {product} {commit} {wait} {store}"
@@ -185,7 +185,7 @@ WHOLE = "{prepare} {fence} {begin} {product} {commit} {wait} {store}"
 def run(
     case: Product, body: str = WHOLE, options: Options = CHECKED, **changes: str
 ) -> tuple[Array, Array, Outcome]:
-    """What a product gives, what it should, and what was found; `changes` are other texts for parts of the kernel."""
+    """Return a product, its expected value, and the findings; `changes` replace parts of the kernel's text."""
     a, b = numbers((64, case.k), case.a, 1), numbers((case.columns, case.k), case.b, 2)
     start = numbers((64, case.columns), "bf16", 3)
     exact = a @ b.T * case.signs[0] * case.signs[1] + (start if case.adds else 0)
@@ -284,8 +284,8 @@ ORDER: dict[str, tuple[str, dict[str, str]]] = {
         {"begin": "or.b64 %rd51, %rd51, 1125899906842624;" + BEGIN},
     ),
     "past shared memory": ("shared memory out of bounds", {"begin": "add.s64 %rd51, %rd51, 4096;" + BEGIN}),
-    "uninitialised": (
-        "uninitialised shared memory",
+    "uninitialized": (
+        "uninitialized shared memory",
         {"prepare": SMALL.prepare().split("mul.wide.u32 %rd10")[0].split("ld.global")[0] + "mul.wide.u32 %rd10"
          + SMALL.prepare().split("mul.wide.u32 %rd10", 1)[1]},
     ),
@@ -321,8 +321,8 @@ def test_what_a_product_needs(name: str, delivery: str) -> None:
     [("", "", False), ("fence.proxy.async;", "", False), ("", "fence.proxy.async;", True)],
     ids=["no fence", "a fence before the copies have arrived", "a fence after"],
 )
-def test_what_cp_async_has_brought(before_the_wait: str, after_the_wait: str, fine: bool) -> None:
-    """What a copy writes, it has written when it is waited for: a fence before that is too early."""
+def test_data_loaded_by_cp_async(before_the_wait: str, after_the_wait: str, fine: bool) -> None:
+    """A copy has written its bytes only when it is waited for: a fence before that is too early."""
     copies = "mov.b32 %r200, smem; mad.lo.s32 %r200, %r0, 16, %r200; mul.wide.u32 %rd110, %r0, 16;"
     copies += "add.s64 %rd110, %rd3, %rd110;"
     for offset in range(0, ROOM, 16 * THREADS):
@@ -335,7 +335,7 @@ def test_what_cp_async_has_brought(before_the_wait: str, after_the_wait: str, fi
 
 
 def test_products_may_follow_each_other() -> None:
-    """Into the same accumulators, without a fence or a wait between them."""
+    """Products into the same accumulators need no fence or wait between them."""
     case = replace(SMALL, adds=True)
     got, _, outcome = run(case, product=case.statement() * 3)
     once, _, _ = run(case)
@@ -345,7 +345,7 @@ def test_products_may_follow_each_other() -> None:
 
 
 def test_a_group_that_is_older_than_those_that_may_be_open() -> None:
-    """Two groups with accumulators of their own: of the first the results may be used while the second goes on."""
+    """If two groups have separate accumulators, the first one's results may be used while the second is pending."""
     second = SMALL.statement(d=100)
     more = "\n".join(f"mov.b32 %r{100 + n}, 0;" for n in range(4))
     parts = {
@@ -372,7 +372,7 @@ def test_results_of_a_product_as_the_next_one_s_left_matrix() -> None:
 
 
 def test_in_a_loop() -> None:
-    """The way back from a product to its fence has a wait on it, or it has not."""
+    """The path back from a product to its fence has a wait on it, or it does not."""
     body = (
         "{prepare} {fence} mov.b32 %r221, 0; LOOP: {begin} {product} {commit} {wait} add.s32 %r221, %r221, 1;"
     )

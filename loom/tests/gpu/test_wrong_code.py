@@ -1,9 +1,9 @@
-"""Mistakes of a compiler and of a launch, made in real kernels: each is reported, refused, or gives wrong results.
+"""Mistakes of a compiler and of a launch, in real kernels: each is reported, refused, or gives wrong results.
 
-The PTX that Triton has made is changed as a compiler has got it wrong before: a warp is split where all of its lanes
-must be (Triton's PR 11156), the barrier between two uses of the same shared memory is missing, as at the boundary of a
-call, lanes store different values to one address (Triton's issue 7264). And what arrives at the driver is changed as
-if somebody had launched a kernel by hand.
+Triton's PTX is changed in ways that compilers have got wrong before: a warp is split where all of its lanes are
+required (Triton's PR 11156), the barrier between two uses of the same shared memory is missing, as at the boundary of a
+call, lanes store different values to one address (Triton's issue 7264). And the driver's arguments are changed as if
+somebody had launched a kernel by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def share(x):
 
 @triton.jit
 def shares_of_shares(x_ptr, y_ptr, z_ptr, N: tl.constexpr):
-    """Two calls of a function that needs shared memory for its sum, both inlined."""
+    """Call a function that needs shared memory for its sum twice, both inlined."""
     at = tl.arange(0, N)
     once = share(tl.load(x_ptr + at))
     tl.store(y_ptr + at, share(once * once))
@@ -50,14 +50,14 @@ def mirrored(x_ptr, y_ptr, z_ptr, N: tl.constexpr):
 
 @triton.jit
 def squared(x_ptr, y_ptr, z_ptr, N: tl.constexpr):
-    """[N / 16, 16] by its transpose."""
+    """Multiply [N / 16, 16] by its transpose."""
     row, column = tl.arange(0, N // 16)[:, None], tl.arange(0, 16)[None, :]
     x = tl.load(x_ptr + row * 16 + column)
     tl.store(y_ptr + row * (N // 16) + tl.arange(0, N // 16)[None, :], tl.dot(x, x.T))
 
 
 def launched(kernel: Any, change: Callable[[str], str], target: str) -> tuple[torch.Tensor, set[str]]:
-    """The result with the PTX changed, and the kinds of what was found."""
+    """Return the result with changed PTX, and the kinds of findings."""
     torch.manual_seed(0)
     x, z = torch.rand(512), torch.zeros(512)
     x = x.bfloat16() if kernel is squared else x
@@ -75,31 +75,31 @@ HALF = ".reg .pred %half; .reg .b32 %lane; mov.u32 %lane, %laneid; setp.lt.u32 %
 
 
 def split(opcode: str) -> Callable[[str], str]:
-    """The first such instruction twice, each for a half of the lanes: what is left when a compiler threads a jump past
-    the place where they would meet."""
+    """Return a change that executes the first such instruction twice, for half of the lanes each, as if a compiler had
+    threaded a jump past the reconvergence point."""
 
     def change(ptx: str) -> str:
-        found = re.search(rf"^\s*(?:@!?%\w+ )?{re.escape(opcode)}[^;]*;", ptx, re.M)
-        assert found is not None, f"the kernel has no {opcode}"
-        both = f"{{ {HALF} @%half bra upper; {found[0]} bra.uni both; upper: {found[0]} both: }}"
-        return ptx[: found.start()] + both + ptx[found.end() :]
+        match = re.search(rf"^\s*(?:@!?%\w+ )?{re.escape(opcode)}[^;]*;", ptx, re.M)
+        assert match is not None, f"the kernel has no {opcode}"
+        both = f"{{ {HALF} @%half bra upper; {match[0]} bra.uni both; upper: {match[0]} both: }}"
+        return ptx[: match.start()] + both + ptx[match.end() :]
 
     return change
 
 
 def without(opcode: str, number: int) -> Callable[[str], str]:
-    """The text without one of these instructions, counted from 0."""
+    """Return a change that removes one of these instructions, counted from 0."""
 
     def change(ptx: str) -> str:
-        found = list(re.finditer(rf"^\s*{re.escape(opcode)}[^;]*;", ptx, re.M))[number]
-        return ptx[: found.start()] + ptx[found.end() :]
+        match = list(re.finditer(rf"^\s*{re.escape(opcode)}[^;]*;", ptx, re.M))[number]
+        return ptx[: match.start()] + ptx[match.end() :]
 
     return change
 
 
 def lanes_differ(ptx: str) -> str:
-    """The last step of a warp's sum is left out, and all lanes store what they have: a value that the compiler takes
-    for the same in all of them is not."""
+    """Leave out the last step of a warp's sum and store from all lanes: a value that the compiler assumes to be uniform
+    is not."""
     first_store = re.search(r"@%p\d+ st\.shared\.b32 \[[^;]*;", ptx)
     assert first_store is not None
     shuffles = list(
@@ -127,7 +127,7 @@ MISTAKES = {
     "a warp split at mma": Mistake(squared, split("mma.sync"), {"split warp"}, False),
     "no barrier between two calls": Mistake(shares_of_shares, without("bar.sync", 2), {"shared memory race"}, True),
     "no barrier inside of a call": Mistake(
-        shares_of_shares, without("bar.sync", 0), {"shared memory race", "uninitialised shared memory"}, True
+        shares_of_shares, without("bar.sync", 0), {"shared memory race", "uninitialized shared memory"}, True
     ),
     "a global store read back": Mistake(mirrored, without("bar.sync", 0), {"global memory race"}, True),
     "lanes that should agree": Mistake(shares_of_shares, lanes_differ, {"lanes disagree"}, True),
@@ -135,12 +135,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))
-def test_what_a_compiler_gets_wrong(name: str) -> None:
+def test_mistakes_of_a_compiler(name: str) -> None:
     mistake = MISTAKES[name]
-    right, found = launched(mistake.kernel, lambda ptx: ptx, "sm_80")
-    assert not found
-    result, found = launched(mistake.kernel, mistake.change, "sm_80")
-    assert found == mistake.found
+    right, reported = launched(mistake.kernel, lambda ptx: ptx, "sm_80")
+    assert not reported
+    result, reported = launched(mistake.kernel, mistake.change, "sm_80")
+    assert reported == mistake.found
     assert torch.equal(result, right) != mistake.changes_result
 
 
@@ -148,7 +148,7 @@ def test_what_a_compiler_gets_wrong(name: str) -> None:
 
 
 def map_with(**fields: int) -> Callable[[Arrived], Arrived]:
-    """The first tensor map among the parameters with other fields: those of `TensorMap` in include/gpu/tensor_map.h."""
+    """Return a change of fields (of `TensorMap` in include/gpu/tensor_map.h) of the first tensor map parameter."""
     layout = struct.Struct("<Q8B5Q4Q5H5BxI20x")
     places = {"swizzle": 3, "box_columns": 18, "box_rows": 19}
 
@@ -162,7 +162,7 @@ def map_with(**fields: int) -> Callable[[Arrived], Arrived]:
 
 
 def without_scratch(arrived: Arrived) -> Arrived:
-    """The last two parameters are the addresses of scratch memory and of a profiler's."""
+    """Clear the last two parameters, the addresses of scratch memory and of a profiler's."""
     return dataclasses.replace(arrived, parameters=arrived.parameters[:-16] + bytes(16))
 
 
@@ -170,20 +170,20 @@ HOST, DEVICE = MATMULS["host-made descriptors"], MATMULS["device-made descriptor
 REPORTED: dict[str, tuple[Case, Callable[[Arrived], Arrived], set[str]]] = {
     "shared memory of a byte too little": (
         HOST, lambda a: dataclasses.replace(a, shared_bytes=a.shared_bytes - 1),
-        {"shared memory out of bounds", "uninitialised shared memory"},
+        {"shared memory out of bounds", "uninitialized shared memory"},
     ),
     "a box of too few rows": (HOST, map_with(box_rows=32), {"deadlock"}),
     "a box of too few columns": (HOST, map_with(box_columns=32), {"deadlock"}),
     "a swizzle of 64 bytes for rows of 128": (HOST, map_with(swizzle=2), {"unusable tensor map", "deadlock"}),
     "no scratch memory": (DEVICE, without_scratch, {"global memory out of bounds", "deadlock"}),
 }  # fmt: skip
-# What no rule forbids: the kernel runs, on other numbers.
+# Changes that no rule forbids: the kernel runs, on other numbers.
 WRONG_RESULTS = {
     "no swizzle": (HOST, map_with(swizzle=0)),
 }
 REFUSED: dict[str, tuple[Case, Callable[[Arrived], Arrived], str]] = {
     "other warps than it was compiled for": (
-        HOST, lambda a: dataclasses.replace(a, block=(64, 1, 1)), "is compiled for 128 threads a block"
+        HOST, lambda a: dataclasses.replace(a, block=(64, 1, 1)), "is compiled for 128 threads per block"
     ),
     "a parameter too few": (
         HOST, lambda a: dataclasses.replace(a, parameters=a.parameters[:-8]), "bytes of parameters, and is launched"
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Case, Callable[[Arrived], Arrived], str]] = {
 
 
 def launch(case: Case, change: Callable[[Arrived], Arrived]) -> tuple[bool, set[str]]:
-    """Whether the result is right when something else arrives at the driver, and the kinds of what was found."""
+    """Return whether the result is right when something else arrives at the driver, and the kinds of findings."""
     result, expected, start = case.make()
     result.zero_()
     receive = scope.Gpu.receive
@@ -219,9 +219,9 @@ def test_a_launch_that_is_reported(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(WRONG_RESULTS))
 def test_a_launch_that_computes_something_else(name: str) -> None:
-    right, found = launch(*WRONG_RESULTS[name])
+    right, reported = launch(*WRONG_RESULTS[name])
     assert not right
-    assert not found
+    assert not reported
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

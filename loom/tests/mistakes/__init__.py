@@ -1,6 +1,6 @@
-"""Mistakes that shipped in kernel libraries, each in a few lines beside its correction."""
+"""Mistakes that shipped in kernel libraries, each in a few lines with its correction."""
 
-from mistakes import bounds, initialisation, overflow, promises, races
+from mistakes import bounds, initialization, overflow, promises, races
 from mistakes.catalogue import MISTAKES, ORIGINS, Mistake
 
-__all__ = ["MISTAKES", "ORIGINS", "Mistake", "bounds", "initialisation", "overflow", "promises", "races"]
+__all__ = ["MISTAKES", "ORIGINS", "Mistake", "bounds", "initialization", "overflow", "promises", "races"]

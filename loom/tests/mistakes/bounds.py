@@ -1,4 +1,4 @@
-"""Loads and stores outside of the tensor they were given."""
+"""Loads and stores outside their tensor."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def layer_norm(x_ptr, weight_ptr, y_ptr, N, FIXED: tl.constexpr, BLOCK: tl.const
     row, cols = tl.program_id(0), tl.arange(0, BLOCK)  # [BLOCK]
     mask = cols < N
     x = tl.load(x_ptr + row * N + cols, mask=mask, other=0.0)
-    centred = tl.where(mask, x - tl.sum(x) / N, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred) / N + 1e-5)
+    centered = tl.where(mask, x - tl.sum(x) / N, 0.0)
+    normed = centered * tl.rsqrt(tl.sum(centered * centered) / N + 1e-5)
     weight = tl.load(weight_ptr + cols, mask=mask if FIXED else cols < BLOCK)  # <- caught
     tl.store(y_ptr + row * N + cols, normed * weight, mask=mask)
 
@@ -168,8 +168,8 @@ def cross_entropy(logits_ptr, label_ptr, loss_ptr, VOCAB, CHECK: tl.constexpr, B
 def losses(labels: list[int], check: str) -> Outcome:
     logits, label, loss = torch.randn(4, 50), torch.tensor(labels), torch.zeros(4)
     cross_entropy[(4,)](logits, label, loss, 50, CHECK=check)
-    known = torch.where(label < 50, label, IGNORED)
-    return loss, F.cross_entropy(logits, known, reduction="none", ignore_index=IGNORED)
+    valid_label = torch.where(label < 50, label, IGNORED)
+    return loss, F.cross_entropy(logits, valid_label, reduction="none", ignore_index=IGNORED)
 
 
 @mistake("B5", cross_entropy, LOAD, "logits_ptr")
@@ -216,7 +216,7 @@ def first_group_after_the_one_before(fixed: bool) -> Outcome:
 
 @triton.jit
 def gather_rows(x_ptr, order_ptr, y_ptr, tokens, FIXED: tl.constexpr, COLS: tl.constexpr = 16):
-    """One program goes over all tokens, the source of the next one already in hand."""
+    """Gather all tokens in one program, with the source of the next token loaded ahead."""
     cols = tl.arange(0, COLS)  # [COLS]
     source = tl.load(order_ptr, mask=tokens > 0 if FIXED else tokens >= 0, other=0)  # <- caught
     for token in range(tokens):
@@ -312,7 +312,7 @@ def unmasked_step_over_the_row(fixed: bool) -> Outcome:
     return y, 2 * x
 
 
-# ---- views: inside of the storage, outside of the tensor -------------------------------------------------
+# ---- views: inside the storage, outside the tensor -------------------------------------------------------
 
 
 @triton.jit

@@ -1,13 +1,13 @@
-"""What a recorded mistake is: a kernel, a launch of it that goes wrong and is put right, and what must be reported.
+"""Format of recorded mistakes: a kernel, its launch with the mistake and corrected, and the expected report.
 
-A case is a function of `fixed`. It launches the kernel as it shipped or as it should have been, and returns what the
-kernel computed and what PyTorch computes. A comment marks the lines of the kernel where the mistake shows:
+A case is a function of `fixed`. It launches the kernel as it shipped or as it should have been, and returns the results
+of the kernel and of PyTorch. A comment marks the lines of the kernel where the mistake shows:
 
     tl.store(y_ptr + off, x, mask=mask)  # <- caught
     a = tl.load(a_ptr + off, mask=mask)  # <- caught: a_ptr     only in the cases about this argument
     tl.store(y_ptr + off, x)             # <- follows           a consequence, of a kind that the case lists in `also`
 
-A race is reported at whichever of two accesses came second, so both are marked.
+A race is reported at whichever of the two accesses came second, so both are marked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ORIGINS = {
     "A11": "FLA #795: out of bounds when there are more programs than rows",
     "A12": "Weft quantize: past 2^30 columns the counter of a loop over every n-th tile wraps, and the loop goes on",
     "B1": "linghe add, scatter: rows and columns swapped in a mask; atomics without one",
-    "B2": "linghe block quantiser: floor(M / 128) scales, ceil(M / 128) programs",
-    "B3": "linghe group quantiser: an unmasked step of 1024 over a row of 1536",
+    "B2": "linghe block quantizer: floor(M / 128) scales, ceil(M / 128) programs",
+    "B3": "linghe group quantizer: an unmasked step of 1024 over a row of 1536",
     "B4": "linghe fp32 GEMM: no masks",
     "B5": "FlagGems, linghe cross entropy: the ignored label -100 and labels past the vocabulary as an index",
     "B7": "Liger rms_norm, attorch: lanes beyond the row feed a reduction",
@@ -44,7 +44,7 @@ ORIGINS = {
     "B9": "unsloth #1867: layer norm wrong when columns are not a power of two",
     "C1": "pytorch #154557: a grouped GEMM leaves the rows past the last group unwritten",
     "C2": "pytorch #172439: an empty group gets what is not its own",
-    "C3": "torch 2.13 _scaled_mm: K = 0 returns uninitialised memory",
+    "C3": "torch 2.13 _scaled_mm: K = 0 returns uninitialized memory",
     "C4": "linghe norm: 16 // W rows per step is none for a narrow row",
     "C5": "linghe gate: floored grids drop tail rows; L % 8 != 0 writes the rows of another batch",
     "C6": "linghe mla: the backward reads a maximum that the forward never wrote",
@@ -63,7 +63,7 @@ ORIGINS = {
     "F14": "flash-attention #2481: two parties update one value without an order",
     "G2": "linghe topk: equal logits give one expert twice",
     "H11": "linghe smooth: a row stride without its factor",
-    "H12": "linghe channel quantiser: the pointer to the scales misses its program",
+    "H12": "linghe channel quantizer: the pointer to the scales misses its program",
     "J4": "FlagGems #3353: a cached launch with arguments that it was not compiled for",
     "J5": "FlagGems libentry: one compiled kernel shared by launches that differ",
 }
@@ -85,7 +85,7 @@ class Mistake:
 
     @property
     def dry(self) -> bool:
-        """Too large to run: the addresses of tensors without memory are evaluated."""
+        """True if the case is too large to run: only addresses are evaluated, on tensors without memory."""
         return self.sizes is not None
 
     def run(self, *, fixed: bool, dry: bool = False) -> Outcome:
@@ -95,11 +95,11 @@ class Mistake:
         return self.launch(fixed, large, "meta") if dry else self.launch(fixed, small, "cpu")
 
     def lines(self, mark: str = "caught") -> set[int]:
-        """The lines of the kernel's file that carry the mark."""
+        """Return the lines of the kernel's file that have the mark."""
         source, first = inspect.getsourcelines((self.helper or self.kernel).fn)
         marked = re.compile(rf"# <- {mark}(?:: (?P<argument>\w+))?$")
-        found = {number: marked.search(line.rstrip()) for number, line in enumerate(source, first)}
-        return {number for number, m in found.items() if m and m["argument"] in (None, self.argument)}
+        marks = {number: marked.search(line.rstrip()) for number, line in enumerate(source, first)}
+        return {number for number, m in marks.items() if m and m["argument"] in (None, self.argument)}
 
 
 MISTAKES: list[Mistake] = []
@@ -108,7 +108,7 @@ MISTAKES: list[Mistake] = []
 def mistake(
     row: str, kernel: JITFunction[Any], kind: str, argument: str | None = None, **more: Any
 ) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
-    """Records the function below as a launch of the kernel that has to be reported."""
+    """Record the decorated function as a launch of the kernel that must be reported."""
 
     def record(launch: Callable[..., Outcome]) -> Callable[..., Outcome]:
         MISTAKES.append(Mistake(row, kernel, kind, argument, launch, **more))

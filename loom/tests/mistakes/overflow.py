@@ -1,4 +1,4 @@
-"""Offsets computed in 32 bits that need more. The tensors are too large to exist: only addresses are evaluated."""
+"""Offsets computed in 32 bits that need more. The tensors are too large to allocate: only addresses are evaluated."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def weights_of_many_experts(fixed: bool, rows: int, device: str) -> Outcome:
 
 @triton.jit
 def double_in_turn(x_ptr, y_ptr, n, FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr = 1024):
-    """Tiles of programs in turn; n is a multiple of BLOCK, so no tile needs a mask."""
+    """Double tiles, distributed over programs in turn; n is a multiple of BLOCK, so no tile needs a mask."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     if FIXED:
         first = first.to(tl.int64)
@@ -153,7 +153,7 @@ def a_loop_that_goes_on(fixed: bool, n: int, device: str) -> Outcome:
 
 @mistake("A12", double_in_turn, OVERFLOW, sizes=(1_200_000_000, 5 * 1024))
 def a_loop_that_goes_on_within_bounds(fixed: bool, n: int, device: str) -> Outcome:
-    """A mask that turns negative offsets off: no access is out of bounds, but tiles are computed again by others."""
+    """A mask disables negative offsets: no access is out of bounds, but several programs compute the same tiles."""
     x = torch.randint(-60, 60, (n,), dtype=torch.int8, device=device)
     y = torch.empty_like(x)
     double_in_turn[(n // 1024,)](x, y, n, FIXED=fixed, MASKED=True)

@@ -1,4 +1,4 @@
-"""What the compiler was told about a value, by a hint or by specialisation, and what the value was."""
+"""Wrong promises to the compiler about a value, by a hint or by specialization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of_odd_stride_called_aligned(fixed: bool) -> Outcome:
 
 @triton.jit
 def matmul_wrapping(a_ptr, b_ptr, c_ptr, M, TILE: tl.constexpr = 16):
-    """Rows past the end wrap around to the first ones, and are cut off by the mask of the store."""
+    """Multiply tiles whose rows past the end wrap around to the first ones; the mask of the store drops them."""
     inner = tl.arange(0, TILE)
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     wrapped = tl.max_contiguous(tl.multiple_of(rows % M, TILE), TILE)  # <- caught
@@ -61,17 +61,17 @@ def gathered_pages_called_contiguous(fixed: bool) -> Outcome:
 
 
 @triton.jit
-def dequantise(x_ptr, scale_ptr, y_ptr, GROUP, COLS: tl.constexpr = 64):
+def dequantize(x_ptr, scale_ptr, y_ptr, GROUP, COLS: tl.constexpr = 64):
     cols = tl.arange(0, COLS)  # [COLS]
     group = tl.max_constancy(cols // GROUP, 16)  # <- caught
     tl.store(y_ptr + cols, tl.load(x_ptr + cols) * tl.load(scale_ptr + group))
 
 
-@mistake("H12", dequantise, PROMISE)
+@mistake("H12", dequantize, PROMISE)
 def groups_called_longer_than_they_are(fixed: bool) -> Outcome:
     x, y, group = torch.randn(64), torch.zeros(64), 16 if fixed else 12
     scale = torch.rand(triton.cdiv(64, group))
-    dequantise[(1,)](x, scale, y, group)
+    dequantize[(1,)](x, scale, y, group)
     return y, x * scale.repeat_interleave(group)[:64]
 
 
@@ -85,7 +85,7 @@ def double(x_ptr, y_ptr, n, stride, BLOCK: tl.constexpr):  # <- caught
 
 
 def doubled(x: torch.Tensor, n: int, stride: int = 1) -> Outcome:
-    """Compiled for an aligned pointer, a length divisible by 16 and a stride of 1; launched with what is given."""
+    """Launch a kernel compiled for an aligned pointer, a length divisible by 16 and stride 1, with other values."""
     y = torch.zeros(64)
     compiled = double.warmup(torch.zeros(64), y, 64, 1, BLOCK=64, grid=(1,))
     compiled[(1, 1, 1)](x, y, n, stride, 64)

@@ -1,4 +1,4 @@
-"""Programs of one launch that meet at one address, without an order between them."""
+"""Programs of one launch that access one address without an order between them."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def gradient_overwritten_while_it_is_read(fixed: bool) -> Outcome:
 
 @triton.jit
 def cross_entropy_in_place(x_ptr, label_ptr, lse_ptr, loss_ptr, BLOCK: tl.constexpr, COLS: tl.constexpr = 32):
-    """Logits become their gradient, block by block; the first block's program also writes the loss."""
+    """Replace logits by their gradient, block by block; the first block's program also writes the loss."""
     row, block = tl.program_id(0), tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     label, lse = tl.load(label_ptr + row), tl.load(lse_ptr + row)

@@ -1,5 +1,4 @@
-"""Kernels that are right, and everything small that can be wrong with them: in their TTIR, in their grid, in what was
-promised of their arguments."""
+"""Correct kernels, and every small mistake in them: in their TTIR, in their grid, in the promises about arguments."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def hinted(x_ptr, y_ptr, n, BLOCK: tl.constexpr = 64):
 
 
 def kernels() -> Iterator[tuple[Any, Contract]]:
-    """Each with a contract under which everything is proven."""
+    """Yield kernels, each with a contract under which everything is proven."""
     n, m, k, s = symbol("n", 1, 2**30), symbol("m", 1, 2**20), symbol("k", 1, 2**30), symbol("s", 1, 2**30)
     yield (
         flat,
@@ -129,7 +128,7 @@ def kernels() -> Iterator[tuple[Any, Contract]]:
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
-    """Something wrong with a kernel or its launch."""
+    """Kernel or launch with one mistake."""
 
     kernel: str
     what: str
@@ -157,12 +156,12 @@ _LINES: list[tuple[str, str, str]] = [
 
 
 def mutants(kernel: Any, contract: Contract) -> Iterator[Mutant]:
-    """All of them."""
+    """Yield all mutants of a kernel."""
     name, ttir = kernel.fn.__name__, ttir_of(kernel, contract)
     lines = ttir.splitlines()
     for number, line in enumerate(lines):
-        for what, pattern, by in _LINES:
-            changed = re.sub(pattern, by, line) if pattern else line
+        for what, pattern, replacement in _LINES:
+            changed = re.sub(pattern, replacement, line) if pattern else line
             if changed != line:
                 yield _edited(name, f"{what} in line {number}", lines, number, changed, contract)
         constant = re.search(r"arith\.constant (?:dense<)?(-?\d+)>? : (?:tensor<[\dx]*)?i(?:32|64)", line)
@@ -194,13 +193,13 @@ def mutants(kernel: Any, contract: Contract) -> Iterator[Mutant]:
     for argument, buffer in contract.arguments.items():
         if isinstance(buffer, Buffer):
             less = replace(buffer, align=4)
-            yield Mutant(name, f"{argument} less aligned", ttir, _with(contract, argument, less))
+            yield Mutant(name, f"{argument} less aligned", ttir, _with_argument(contract, argument, less))
             if buffer.dims is None:
                 short = replace(buffer, extent=buffer.extent - 1)
-                yield Mutant(name, f"{argument} too short", ttir, _with(contract, argument, short))
+                yield Mutant(name, f"{argument} too short", ttir, _with_argument(contract, argument, short))
 
 
-def _with(contract: Contract, name: str, value: Any) -> Contract:
+def _with_argument(contract: Contract, name: str, value: Any) -> Contract:
     return replace(contract, arguments={**contract.arguments, name: value})
 
 
@@ -209,14 +208,14 @@ def _edited(name: str, what: str, lines: list[str], number: int, line: str, cont
 
 
 def verdict(mutant: Mutant, effort: int = 6_000_000) -> tuple[str, Answer | None]:
-    """What becomes of a mutant, and the answer that tells."""
+    """Return what becomes of a mutant, and the answer that shows it."""
     prover = Prover(mutant.ttir, mutant.contract, effort)
     answers = [prover.answer(o) for o in prover.question.obligations]
     for answer in answers:
         if answer.example is not None:
-            again = replayed(mutant.ttir, mutant.contract, answer)
-            if again.example is not None and again.example.confirmed:
-                return "confirmed", again
+            replay = replayed(mutant.ttir, mutant.contract, answer)
+            if replay.example is not None and replay.example.confirmed:
+                return "confirmed", replay
     failed = [answer for answer in answers if answer.verdict == "counterexample"]
     answers += prover.meetings()
     failed += [
@@ -224,14 +223,14 @@ def verdict(mutant: Mutant, effort: int = 6_000_000) -> tuple[str, Answer | None
     ]
     for answer in failed:
         if answer.kind in ("race", "once"):
-            again = replayed(mutant.ttir, mutant.contract, answer)
-            confirmed = again.example is not None and again.example.confirmed
-            return ("confirmed" if confirmed else answer.kind), again
-    whole = [covered(prover, output) for output in mutant.contract.outputs]
-    for answer in whole:
+            replay = replayed(mutant.ttir, mutant.contract, answer)
+            confirmed = replay.example is not None and replay.example.confirmed
+            return ("confirmed" if confirmed else answer.kind), replay
+    coverage = [covered(prover, output) for output in mutant.contract.outputs]
+    for answer in coverage:
         if answer.verdict == "counterexample":
             return "covered", answer
     if failed:
         return "not confirmed", failed[0]
-    unknown = [answer for answer in [*answers, *whole] if answer.verdict == "unknown"]
+    unknown = [answer for answer in [*answers, *coverage] if answer.verdict == "unknown"]
     return ("unknown", unknown[0]) if unknown else ("harmless", None)

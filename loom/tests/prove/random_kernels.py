@@ -1,4 +1,4 @@
-"""Random kernels and contracts, small enough to launch with every size: most are wrong at some, a few at none."""
+"""Random kernels and contracts, small enough to launch with every size: most are wrong at some sizes, a few at none."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 EXTENTS = ("n", "n * m", "n + m", "4 * n", "n * m + 1", "2 * n + m")
 GRIDS = ("n", "m", "n + 1", "n * m", "3")
 VALUES = (("0", "n"), ("-1", "m"), ("0", "n + m"), None)
-LARGEST = 4  # size
+LARGEST = 4  # largest size
 TYPES = ("", "", "", ": tl.uint32", ": tl.int64", ": tl.int16")
 
 
 @dataclass
 class Case:
-    """A kernel as text, and the contract that it is launched with."""
+    """Kernel as text, and the contract that it is launched with."""
 
     source: str
     extent: str
     grid: str
-    least: int  # size
-    values: tuple[str, str] | None  # of the integers in memory: at least, and below
-    unsigned: bool  # those integers
+    least: int  # smallest size
+    values: tuple[str, str] | None  # bounds of the integers in memory: at least, and below
+    unsigned: bool  # whether these integers are unsigned
     outputs: bool
 
 
 @dataclass
 class Writer:
-    """Writes one kernel."""
+    """Writer of one random kernel."""
 
     draw: random.Random
     lines: list[str] = field(default_factory=list)
@@ -60,17 +60,17 @@ class Writer:
     def expression(self, depth: int = 2) -> str:
         if depth == 0 or self.draw.random() < 0.3:
             return self.atom()
-        how = self.draw.choice(("+", "+", "-", "*", "//", "%", "minimum", "maximum", "where", "&", "|"))
+        operator = self.draw.choice(("+", "+", "-", "*", "//", "%", "minimum", "maximum", "where", "&", "|"))
         a, b = self.expression(depth - 1), self.expression(depth - 1)
-        if how in ("+", "-", "*", "&", "|"):
-            return f"({a} {how} {b})"
-        if how in ("//", "%"):
+        if operator in ("+", "-", "*", "&", "|"):
+            return f"({a} {operator} {b})"
+        if operator in ("//", "%"):
             b = self.draw.choice(("2", "3", "n", "m", "4", f"tl.maximum({b}, 1)"))
             a = f"tl.maximum({a}, 0)" if self.draw.random() < 0.7 else a
-            return f"({a} {how} {b})"
-        if how == "where":
+            return f"({a} {operator} {b})"
+        if operator == "where":
             return f"tl.where({self.condition()}, {a}, {b})"
-        return f"tl.{how}({a}, {b})"
+        return f"tl.{operator}({a}, {b})"
 
     def condition(self) -> str:
         return f"({self.atom()} {self.draw.choice(('<', '<=', '>', '>=', '==', '!='))} {self.expression(1)})"
@@ -99,9 +99,9 @@ class Writer:
             for name in (self.names or ["n"])[:2]:
                 self.emit(depth + 1, f"{name} = {self.expression(1)} + 0 * {name}")
             if nested < 1:
-                kept = list(self.names)
+                saved_names = list(self.names)
                 self.statement(depth + 1, nested + 1)
-                self.names = kept
+                self.names = saved_names
         elif kind in ("for", "while") and nested < 2:
             self.loop(depth, nested, kind)
         else:
@@ -110,7 +110,7 @@ class Writer:
     def loop(self, depth: int, nested: int, kind: str) -> None:
         carried, i = self.name(), f"i{self.count}"
         self.emit(depth, f"{carried} = {self.expression(1)} + 0 * pid")
-        kept = [*self.names, carried] if depth == 1 else list(self.names)
+        saved_names = [*self.names, carried] if depth == 1 else list(self.names)
         self.names = [*self.names, carried]
         if kind == "for":
             step = self.draw.choice(("1", "1", "2", "3", "n", "m"))
@@ -123,13 +123,13 @@ class Writer:
             self.emit(depth, f"while {i} < {self.atom()}:")
         self.names = [*self.names, i]
         self.statement(depth + 1, nested + 1)
-        how = self.draw.choice(
+        operator = self.draw.choice(
             (f"{carried} + {self.atom()}", f"{carried} + 1", f"{carried} - 1", self.expression(1))
         )
-        self.emit(depth + 1, f"{carried} = {how} + 0 * {carried}")
+        self.emit(depth + 1, f"{carried} = {operator} + 0 * {carried}")
         if kind == "while":
             self.emit(depth + 1, f"{i} += 1")
-        self.names = kept
+        self.names = saved_names
 
     def access(self, depth: int) -> None:
         tile = self.draw.random() < 0.35
@@ -163,5 +163,5 @@ class Writer:
 
 
 def random_case(seed: int) -> Case:
-    """The kernel of a seed."""
+    """Return the kernel of a seed."""
     return Writer(random.Random(seed)).case()

@@ -1,6 +1,6 @@
-"""A brute-force interpreter of TTIR: what a launch does to memory, program by program, in the machine's own integers.
+"""Brute-force interpreter of TTIR: executes a launch program by program, in machine integers.
 
-It shares nothing with the prover but the reader of TTIR, so that the two can be compared.
+It shares only the TTIR reader with the prover, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_STEPS = 5_000
 
 
 class Access(NamedTuple):
-    """One lane of a load, store or atomic."""
+    """Lane of a load, store or atomic."""
 
     kind: str  # "load", "store" or "atomic"
     argument: str
@@ -24,34 +24,34 @@ class Access(NamedTuple):
     program: int
     line: str
     wrote: bool
-    orders: bool  # it is atomic for other programs
+    orders: bool  # whether it is atomic for other programs
 
 
 class Undefined(Exception):
-    """A division by zero or a loop whose step is not positive: the launch means nothing."""
+    """A division by zero or a loop whose step is not positive: the launch is meaningless."""
 
 
 class Endless(Exception):
-    """More steps than a test has time for."""
+    """The launch takes more steps than a test has time for."""
 
 
 @dataclass
-class Places:
-    """Pointers of a tile into one argument."""
+class Pointers:
+    """Tile of pointers into one argument."""
 
     argument: str
     offset: Any
 
 
 def wrapped(value: Any, bits: int) -> Any:
-    """Two's complement."""
+    """Wrap to two's complement."""
     if bits >= 64:
         return value
     return ((np.asarray(value) + 2 ** (bits - 1)) % 2**bits) - 2 ** (bits - 1)
 
 
-def natural(value: Any, bits: int) -> Any:
-    """The same bits without a sign."""
+def as_unsigned(value: Any, bits: int) -> Any:
+    """Reinterpret the bits as unsigned."""
     return np.asarray(value) % 2**bits
 
 
@@ -70,29 +70,29 @@ SHAPES = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.unsplat"}
 
 @dataclass
 class Launch:
-    """A launch of a kernel, of which `accesses` are told."""
+    """Launch of a kernel, which records its `accesses`."""
 
     function: Function
-    names: Sequence[str]  # of its arguments, by position
+    names: Sequence[str]  # of the arguments, by position
     arguments: Mapping[str, int]
-    memory: Mapping[str, np.ndarray]  # of every pointer argument
+    memory: Mapping[str, np.ndarray]  # contents behind every pointer argument
     accesses: list[Access] = field(default_factory=list)
     program: int = 0
     steps: int = 0
 
     def run(self, programs: int) -> list[Access]:
-        """All programs, one after the other."""
+        """Run all programs, one after another."""
         for self.program in range(programs):
             values: dict[Value, Any] = {}
             for arg, name in zip(self.function.args, self.names, strict=True):
                 values[arg] = (
-                    Places(name, 0) if isinstance(element_of(arg.type), Pointer) else self.arguments[name]
+                    Pointers(name, 0) if isinstance(element_of(arg.type), Pointer) else self.arguments[name]
                 )
             self.block(self.function.body.blocks[0], values)
         return self.accesses
 
     def block(self, block: Block, values: dict[Value, Any]) -> list[Any]:
-        """Run a block; return what its last operation passes on."""
+        """Run a block; return the operands of its last operation."""
         for op in block.ops:
             self.steps += 1
             if self.steps > MOST_STEPS:
@@ -104,23 +104,23 @@ class Launch:
         return []
 
     def op(self, op: Op, values: dict[Value, Any]) -> list[Any]:
-        """The results of an operation."""
-        given = [values[o] for o in op.operands]
+        """Evaluate an operation's results."""
+        operands = [values[o] for o in op.operands]
         if op.name == "scf.if":
-            region = op.regions[0] if bool(given[0]) else op.regions[1] if len(op.regions) > 1 else None
+            region = op.regions[0] if bool(operands[0]) else op.regions[1] if len(op.regions) > 1 else None
             return self.block(region.block, values) if region is not None and region.blocks else []
         if op.name == "scf.for":
-            return self.counted(op, values, given)
+            return self.counted(op, values, operands)
         if op.name == "scf.while":
-            return self.repeated(op, values, given)
+            return self.repeated(op, values, operands)
         if op.name == "tt.reduce":
-            return self.reduced(op, values, given)
+            return self.reduced(op, values, operands)
         if op.name in ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas"):
-            return self.access(op, given)
-        return [self.plain(op, given)] if op.results else []
+            return self.access(op, operands)
+        return [self.plain(op, operands)] if op.results else []
 
-    def counted(self, op: Op, values: dict[Value, Any], given: list[Any]) -> list[Any]:
-        lower, upper, step, *carried = given
+    def counted(self, op: Op, values: dict[Value, Any], operands: list[Any]) -> list[Any]:
+        lower, upper, step, *carried = operands
         if step <= 0:
             raise Undefined("a step that is not positive")
         body = op.regions[0].block
@@ -141,8 +141,8 @@ class Launch:
             values.update(zip(body.args, passed, strict=True))
             carried = self.block(body, values)
 
-    def reduced(self, op: Op, values: dict[Value, Any], given: list[Any]) -> list[Any]:
-        (tile,) = given
+    def reduced(self, op: Op, values: dict[Value, Any], operands: list[Any]) -> list[Any]:
+        (tile,) = operands
         block = op.regions[0].block
         axis = int(op.attrs["axis"])
         parts = list(np.moveaxis(np.asarray(tile), axis, 0))
@@ -152,42 +152,42 @@ class Launch:
             (total,) = self.block(block, values)
         return [total]
 
-    def access(self, op: Op, given: list[Any]) -> list[Any]:
-        places, shape = given[0], shape_of(op.operands[0].type)
+    def access(self, op: Op, operands: list[Any]) -> list[Any]:
+        pointers, shape = operands[0], shape_of(op.operands[0].type)
         kind = "atomic" if "atomic" in op.name else op.name.removeprefix("tt.")
         position = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}.get(op.name, 9)
-        on = np.broadcast_to(given[position] if len(given) > position else True, shape)
-        offsets = np.broadcast_to(places.offset, shape)
-        other = given[2] if kind == "load" and len(given) > 2 else 0
-        found = np.array(np.broadcast_to(0 if other is None else other, shape))
-        memory = self.memory[places.argument]
+        active = np.broadcast_to(operands[position] if len(operands) > position else True, shape)
+        offsets = np.broadcast_to(pointers.offset, shape)
+        other = operands[2] if kind == "load" and len(operands) > 2 else 0
+        result = np.array(np.broadcast_to(0 if other is None else other, shape))
+        memory = self.memory[pointers.argument]
         for lane in np.ndindex(*shape):
-            if not on[lane]:
+            if not active[lane]:
                 continue
-            at = int(offsets[lane])
-            inside = 0 <= at < len(memory)
-            old = memory[at] if inside else 0
-            new = _stored(op, given, lane, shape, old)
+            element = int(offsets[lane])
+            inside = 0 <= element < len(memory)
+            old = memory[element] if inside else 0
+            new = _stored(op, operands, lane, shape, old)
             orders = kind == "atomic" and "cta" not in op.attrs["flags"]
             self.accesses.append(
-                Access(kind, places.argument, at, self.program, op.location, new is not None, orders)
+                Access(kind, pointers.argument, element, self.program, op.location, new is not None, orders)
             )
-            found[lane] = old
+            result[lane] = old
             if new is not None and inside:
-                memory[at] = new
-        return [found if shape else found[()]] if op.results else []
+                memory[element] = new
+        return [result if shape else result[()]] if op.results else []
 
-    def plain(self, op: Op, given: list[Any]) -> Any:
-        """An operation on integers, or None for floats."""
+    def plain(self, op: Op, operands: list[Any]) -> Any:
+        """Evaluate an operation on integers; None for floats."""
         element, shape = element_of(op.result.type), shape_of(op.result.type)
         if op.name == "tt.addptr":
-            return Places(given[0].argument, np.asarray(given[0].offset) + given[1])
-        if op.name in SHAPES and isinstance(given[0], Places):
-            return Places(given[0].argument, self.shaped(op, given[0].offset, shape))
+            return Pointers(operands[0].argument, np.asarray(operands[0].offset) + operands[1])
+        if op.name in SHAPES and isinstance(operands[0], Pointers):
+            return Pointers(operands[0].argument, self.shaped(op, operands[0].offset, shape))
         if not isinstance(element, Pointer) and element.is_float:
             return None
         if op.name in SHAPES:
-            return self.shaped(op, given[0], shape)
+            return self.shaped(op, operands[0], shape)
         if op.name == "tt.get_program_id":
             return self.program if op.attrs["flags"][0] == "x" else 0
         if op.name == "tt.make_range":
@@ -197,56 +197,56 @@ class Launch:
             value = value.values if isinstance(value, Dense) else value
             return np.broadcast_to(np.asarray(value, np.int64 if element.bits > 1 else bool), shape)
         if op.name == "arith.select":
-            return np.where(given[0], given[1], given[2])
-        return self.arithmetic(op, given, element.bits)
+            return np.where(operands[0], operands[1], operands[2])
+        return self.arithmetic(op, operands, element.bits)
 
     def shaped(self, op: Op, value: Any, shape: tuple[int, ...]) -> Any:
         if op.name == "tt.expand_dims":
             return np.expand_dims(np.asarray(value), int(op.attrs["axis"]))
         return np.asarray(value).reshape(()) if op.name == "tt.unsplat" else np.broadcast_to(value, shape)
 
-    def arithmetic(self, op: Op, given: list[Any], bits: int) -> Any:
+    def arithmetic(self, op: Op, operands: list[Any], bits: int) -> Any:
         width = element_of(op.operands[0].type).bits
         if op.name == "arith.cmpi":
-            how, (a, b) = op.attrs["flags"][0], given
-            if how in ("eq", "ne"):
-                return np.equal(a, b) if how == "eq" else np.not_equal(a, b)
-            if how[0] == "u":
-                a, b = natural(a, width), natural(b, width)
-            return COMPARISONS[how[1:]](a, b)
+            predicate, (a, b) = op.attrs["flags"][0], operands
+            if predicate in ("eq", "ne"):
+                return np.equal(a, b) if predicate == "eq" else np.not_equal(a, b)
+            if predicate[0] == "u":
+                a, b = as_unsigned(a, width), as_unsigned(b, width)
+            return COMPARISONS[predicate[1:]](a, b)
         if op.name in SUMS:
-            return wrapped(SUMS[op.name](np.asarray(given[0], np.int64), given[1]), bits)
+            return wrapped(SUMS[op.name](np.asarray(operands[0], np.int64), operands[1]), bits)
         if op.name in BITS:
-            return BITS[op.name](given[0], given[1])
+            return BITS[op.name](operands[0], operands[1])
         if op.name in ("arith.divsi", "arith.remsi"):
-            quotient = truncated(*given)
-            return quotient if op.name == "arith.divsi" else given[0] - quotient * given[1]
+            quotient = truncated(*operands)
+            return quotient if op.name == "arith.divsi" else operands[0] - quotient * operands[1]
         if op.name in ("arith.divui", "arith.remui"):
-            a, b = (natural(o, width) for o in given)
+            a, b = (as_unsigned(o, width) for o in operands)
             quotient = truncated(a, b)
             return wrapped(quotient if op.name == "arith.divui" else a - quotient * b, bits)
         if op.name in ("arith.minsi", "arith.maxsi"):
-            return (np.minimum if "min" in op.name else np.maximum)(*given)
+            return (np.minimum if "min" in op.name else np.maximum)(*operands)
         if op.name in ("arith.minui", "arith.maxui"):
-            less = natural(given[0], width) <= natural(given[1], width)
-            return np.where(less if "min" in op.name else ~less, given[0], given[1])
+            less = as_unsigned(operands[0], width) <= as_unsigned(operands[1], width)
+            return np.where(less if "min" in op.name else ~less, operands[0], operands[1])
         if op.name == "arith.extui":
-            return natural(np.asarray(given[0], np.int64), width)
+            return as_unsigned(np.asarray(operands[0], np.int64), width)
         if op.name == "arith.extsi":
-            return -np.asarray(given[0], np.int64) if width == 1 else given[0]
+            return -np.asarray(operands[0], np.int64) if width == 1 else operands[0]
         if op.name == "arith.trunci":
-            return np.asarray(given[0]) % 2 == 1 if bits == 1 else wrapped(given[0], bits)
+            return np.asarray(operands[0]) % 2 == 1 if bits == 1 else wrapped(operands[0], bits)
         raise NotImplementedError(op.name)
 
 
-def _stored(op: Op, given: list[Any], lane: tuple[int, ...], shape: tuple[int, ...], old: Any) -> Any:
-    """What an access leaves in memory; None if it writes nothing."""
+def _stored(op: Op, operands: list[Any], lane: tuple[int, ...], shape: tuple[int, ...], old: Any) -> Any:
+    """Return the value that an access stores; None if it writes nothing."""
     if op.name == "tt.load":
         return None
-    written = given[-1] if op.name == "tt.atomic_cas" else given[1]
+    written = operands[-1] if op.name == "tt.atomic_cas" else operands[1]
     value = 1 if written is None else int(np.broadcast_to(written, shape)[lane])
     if op.name == "tt.atomic_cas":
-        return value if old == int(np.broadcast_to(given[1], shape)[lane]) else None
+        return value if old == int(np.broadcast_to(operands[1], shape)[lane]) else None
     if op.name == "tt.atomic_rmw" and "add" in op.attrs["flags"]:
         return int(old) + value
     return value

@@ -1,5 +1,4 @@
-"""What loops carry, counts and maps: kernels that are proven, and beside each the same kernel with a small mistake,
-which must not be."""
+"""Loop-carried values, counts and maps: kernels that are proven, and variants with a small mistake that must not be."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ n = symbol("n", 1, 2**30)
 rows = symbol("rows", 1, 2**20)
 
 
-def asked(
+def report_on(
     kernel: Any, grid: tuple[Any, ...], constants: dict[str, Any], *, trials: int = 0, **arguments: Any
 ) -> Report:
     contract = Contract.of(grid=grid, arguments=arguments, constants=constants)
     return prove(kernel, contract, replay=False, trials=trials)
 
 
-def open_kinds(report: Report) -> set[str]:
-    """Of what is not proven."""
+def unproven_kinds(report: Report) -> set[str]:
+    """Return the kinds of obligations that are not proven."""
     return {answer.kind for answer in report.answers if answer.verdict != "proven"}
 
 
@@ -37,12 +36,12 @@ def compact(
     y_ptr,
     count_ptr,
     n,
-    FIRST: tl.constexpr = 0,  # what counting begins with
-    BACK: tl.constexpr = 1,  # of places, so that the first is 0
-    TIMES: tl.constexpr = 1,  # what one that was found counts
-    OTHER: tl.constexpr = 0,  # what is found past the end
+    FIRST: tl.constexpr = 0,  # initial count
+    BACK: tl.constexpr = 1,  # subtracted from positions, so that the first is 0
+    TIMES: tl.constexpr = 1,  # increment per match
+    OTHER: tl.constexpr = 0,  # value loaded past the end
     FOUND_ONLY: tl.constexpr = True,
-    ALONG: tl.constexpr = True,  # the tiles before are counted
+    ALONG: tl.constexpr = True,  # count the previous tiles too
     REVERSE: tl.constexpr = False,
     TILE: tl.constexpr = 64,
 ):
@@ -65,11 +64,11 @@ def compact(
 
 def compacted(room: Any = n, **constants: Any) -> Report:
     buffers = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", room), "count_ptr": Buffer("i32", 1)}
-    return asked(compact, (1,), constants, **buffers, n=n)
+    return report_on(compact, (1,), constants, **buffers, n=n)
 
 
 @pytest.mark.parametrize("constants", [{}, {"REVERSE": True}, {"FIRST": 1, "BACK": 2}], ids=str)
-def test_places_counted_along_a_row(constants: dict[str, Any]) -> None:
+def test_running_positions_are_in_bounds(constants: dict[str, Any]) -> None:
     report = compacted(**constants)
     assert report.verdict == "proven", report
 
@@ -77,29 +76,29 @@ def test_places_counted_along_a_row(constants: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "constants",
     [
-        {"BACK": 0},  # places from 1
+        {"BACK": 0},  # positions from 1
         {"BACK": 2},  # the first at -1
         {"FIRST": 1},
         {"FIRST": -1},
         {"TIMES": 2},
         {"TIMES": -1},
-        {"OTHER": 1},  # what is past the end is found
-        {"FOUND_ONLY": False},  # the place of one that is not found may be -1
+        {"OTHER": 1},  # elements past the end match
+        {"FOUND_ONLY": False},  # the position of a non-match may be -1
         {"ALONG": False},
         {"REVERSE": True, "BACK": 0},
         {"room": n - 1},
     ],
     ids=str,
 )
-def test_places_counted_wrongly(constants: dict[str, Any]) -> None:
+def test_wrong_running_positions_are_not_proven(constants: dict[str, Any]) -> None:
     report = compacted(**constants)
-    assert "bounds" in open_kinds(report), report
+    assert "bounds" in unproven_kinds(report), report
     assert {a.what for a in report.of("bounds") if a.verdict != "proven"} == {"store y_ptr"}
 
 
 @triton.jit
 def remaining(x_ptr, y_ptr, REVERSE: tl.constexpr, FROM: tl.constexpr, TILE: tl.constexpr = 64):
-    """As many places before a lane as there are ones up to it, or from it on."""
+    """Index by the number of ones up to a lane, or from it on."""
     lane = tl.arange(0, TILE)
     flag = (tl.load(x_ptr + lane) > 0).to(tl.int32)
     tl.store(y_ptr + lane + FROM - tl.cumsum(flag, axis=0, reverse=REVERSE), 1)
@@ -111,20 +110,20 @@ def remaining(x_ptr, y_ptr, REVERSE: tl.constexpr, FROM: tl.constexpr, TILE: tl.
         (False, 1, 65, "proven"),
         (False, 1, 64, "unknown"),
         (False, 0, 65, "unknown"),
-        (True, 1, 65, "unknown"),  # lane 0 has 64 of them, itself among them
+        (True, 1, 65, "unknown"),  # lane 0 counts 64 ones, including itself
         (True, 64, 128, "proven"),
         (True, 63, 128, "unknown"),
     ],
 )
 def test_a_running_count_has_a_direction(reverse: bool, first: int, room: int, verdict: str) -> None:
     buffers = {"x_ptr": Buffer("i32", 64), "y_ptr": Buffer("i32", room)}
-    report = asked(remaining, (1,), {"REVERSE": reverse, "FROM": first}, **buffers)
+    report = report_on(remaining, (1,), {"REVERSE": reverse, "FROM": first}, **buffers)
     assert {a.verdict for a in report.of("bounds") if a.what == "store y_ptr"} == {verdict}, report
 
 
 @triton.jit
 def count(x_ptr, y_ptr, n, lead, MASKED: tl.constexpr, TILE: tl.constexpr = 64):
-    """The number that is found among `lead` and n more, as an index."""
+    """Index by the number of matches among `lead` and n more elements."""
     found = tl.zeros((), tl.int64)
     for start in range(lead, lead + n, TILE):
         at = start + tl.arange(0, TILE)
@@ -140,20 +139,20 @@ def count(x_ptr, y_ptr, n, lead, MASKED: tl.constexpr, TILE: tl.constexpr = 64):
         (True, n + 1, "proven"),
         (True, n, "unknown"),
         (False, n + 1, "unknown"),
-        (False, n + 64, "proven"),  # whole tiles count, and none has more
+        (False, n + 64, "proven"),  # whole tiles count: up to 63 too many
         (False, n + 63, "unknown"),
     ],
 )
-def test_a_count_of_a_loop(masked: bool, room: Any, verdict: str) -> None:
+def test_a_loop_counts_at_most_its_elements(masked: bool, room: Any, verdict: str) -> None:
     lead = symbol("lead", 0, 1000)
     buffers = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", room)}
-    report = asked(count, (1,), {"MASKED": masked}, **buffers, n=n, lead=lead)
+    report = report_on(count, (1,), {"MASKED": masked}, **buffers, n=n, lead=lead)
     assert report.verdict == verdict, report
 
 
 @triton.jit
 def count_rows(x_ptr, y_ptr, m, n, ROWS: tl.constexpr = 16, TILE: tl.constexpr = 32):
-    """The largest of the counts of some rows, as an index: a value is carried for each of them."""
+    """Index by the largest of the counts of some rows: each row carries its own value."""
     row = tl.arange(0, ROWS)
     found = tl.zeros((ROWS,), tl.int32)
     for start in range(0, n, TILE):
@@ -165,15 +164,15 @@ def count_rows(x_ptr, y_ptr, m, n, ROWS: tl.constexpr = 16, TILE: tl.constexpr =
 
 
 @pytest.mark.parametrize(("room", "verdict"), [(n + 1, "proven"), (n, "unknown")])
-def test_counts_of_rows(room: Any, verdict: str) -> None:
+def test_row_counts_are_at_most_the_columns(room: Any, verdict: str) -> None:
     m = symbol("m", 1, 16)
     buffers = {"x_ptr": Buffer("i32", m * n), "y_ptr": Buffer("i32", room)}
-    assert asked(count_rows, (1,), {}, **buffers, m=m, n=n).verdict == verdict
+    assert report_on(count_rows, (1,), {}, **buffers, m=m, n=n).verdict == verdict
 
 
 @triton.jit
 def count_again(x_ptr, y_ptr, n, times, TILE: tl.constexpr = 64):
-    """The same numbers are counted several times over."""
+    """Count the same elements several times."""
     found = tl.zeros((), tl.int64)
     for _ in range(times):
         for start in range(0, n, TILE):
@@ -183,14 +182,14 @@ def count_again(x_ptr, y_ptr, n, times, TILE: tl.constexpr = 64):
     tl.store(y_ptr + found, 1)
 
 
-def test_a_count_of_a_loop_in_a_loop() -> None:
-    """The inner loop adds n at most, each time that it runs."""
+def test_a_nested_loop_may_count_elements_repeatedly() -> None:
+    """The inner loop adds at most n each time it runs."""
     buffers = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", n + 1)}
-    report = asked(count_again, (1,), {}, **buffers, n=n, times=symbol("times", 1, 100))
-    assert "bounds" in open_kinds(report)
+    report = report_on(count_again, (1,), {}, **buffers, n=n, times=symbol("times", 1, 100))
+    assert "bounds" in unproven_kinds(report)
 
 
-# ---- values that a branch, a minimum or a maximum changes ---------------------------------------------------------
+# ---- values changed by a branch, a minimum or a maximum -----------------------------------------------------------
 
 
 @triton.jit
@@ -209,15 +208,15 @@ def events(x_ptr, y_ptr, n, EARLY: tl.constexpr):
     ("early", "room", "verdict"),
     [(True, n, "proven"), (True, n - 1, "unknown"), (False, n, "unknown"), (False, n + 1, "proven")],
 )
-def test_events_are_counted_one_by_one(early: bool, room: Any, verdict: str) -> None:
+def test_a_conditional_increment_counts_at_most_the_iterations(early: bool, room: Any, verdict: str) -> None:
     buffers = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("i32", room)}
-    report = asked(events, (1,), {"EARLY": early}, **buffers, n=n)
+    report = report_on(events, (1,), {"EARLY": early}, **buffers, n=n)
     assert report.verdict == verdict, report
 
 
 @triton.jit
 def bracket(ends_ptr, y_ptr, z_ptr, groups, rows, row, FIRST: tl.constexpr, CUT: tl.constexpr):
-    """The last end up to a row, and the first one after it."""
+    """Find the last end up to a row, and the first one after it."""
     before = rows * 0 + FIRST
     after = rows
     for first in range(0, groups, 32):
@@ -232,54 +231,57 @@ def bracket(ends_ptr, y_ptr, z_ptr, groups, rows, row, FIRST: tl.constexpr, CUT:
 
 
 def bracketed(
-    first: int = 0, cut: bool = True, room: Any = rows + 1, least: int = 0, lowest: int = 0
+    first: int = 0, cut: bool = True, room: Any = rows + 1, min_end: int = 0, min_row: int = 0
 ) -> Report:
-    groups, row = symbol("groups", 1, 1000), symbol("row", lowest)
+    groups, row = symbol("groups", 1, 1000), symbol("row", min_row)
     buffers = {
-        "ends_ptr": Buffer("i32", groups, values=lambda v: v >= least),
+        "ends_ptr": Buffer("i32", groups, values=lambda v: v >= min_end),
         "y_ptr": Buffer("i32", room),
         "z_ptr": Buffer("i32", room),
     }
     constants = {"FIRST": first, "CUT": cut}
-    return asked(bracket, (1,), constants, **buffers, groups=groups, rows=rows, row=row)
+    return report_on(bracket, (1,), constants, **buffers, groups=groups, rows=rows, row=row)
 
 
-def test_a_running_minimum_and_maximum() -> None:
+def test_running_extremes_are_proven() -> None:
     assert bracketed().verdict == "proven"
-    assert bracketed(least=-1).verdict == "proven"  # such an end is not after any row, and 0 is more than it
+    assert bracketed(min_end=-1).verdict == "proven"  # -1 is never after a row, and the maximum starts at 0
 
 
 @pytest.mark.parametrize(
-    ("wrong", "stores"),
+    ("wrong", "unproven_stores"),
     [
         ({"first": -1}, ["store y_ptr"]),
-        ({"cut": False}, ["store y_ptr"]),  # an end past the rows, below a row past them
+        ({"cut": False}, ["store y_ptr"]),  # an end past the rows, before a row that is further past
         ({"room": rows}, ["store y_ptr", "store z_ptr"]),
-        ({"least": -1, "lowest": -2}, ["store z_ptr"]),  # the maximum is not less than 0, but the minimum is
+        (
+            {"min_end": -1, "min_row": -2},
+            ["store z_ptr"],
+        ),  # the maximum is nonnegative, but the minimum is -1
     ],
     ids=str,
 )
-def test_a_running_minimum_and_maximum_of_the_wrong_numbers(wrong: dict[str, Any], stores: list[str]) -> None:
+def test_wrong_running_extremes_are_not_proven(wrong: dict[str, Any], unproven_stores: list[str]) -> None:
     report = bracketed(**wrong)
-    assert {a.what for a in report.of("bounds") if a.verdict != "proven"} >= {*stores}, report
+    assert {a.what for a in report.of("bounds") if a.verdict != "proven"} >= {*unproven_stores}, report
 
 
 @triton.jit
 def swapped(y_ptr, n, first, second):
-    """Each of the two becomes the other, which is less each time."""
+    """Swap two values while decrementing one: each shrinks over time."""
     for _ in range(n):
         first, second = second - 1, first
     tl.store(y_ptr + first, 1)
 
 
-def test_values_that_become_each_other() -> None:
-    report = asked(swapped, (1,), {}, y_ptr=Buffer("i32", 9), n=symbol("n", 1, 100), first=8, second=8)
-    assert "bounds" in open_kinds(report)
+def test_swapped_values_are_not_independent_counters() -> None:
+    report = report_on(swapped, (1,), {}, y_ptr=Buffer("i32", 9), n=symbol("n", 1, 100), first=8, second=8)
+    assert "bounds" in unproven_kinds(report)
 
 
 @triton.jit
 def added(x_ptr, y_ptr, n):
-    """That a sum of natural numbers is not less than 0 holds of the machine's if it fits."""
+    """Sum nonnegative integers: the sum is nonnegative, provided that it fits its type."""
     total = 0
     for i in range(n):
         total += tl.load(x_ptr + i)
@@ -288,15 +290,15 @@ def added(x_ptr, y_ptr, n):
 
 def test_an_invariant_does_not_hide_an_overflow() -> None:
     x = Buffer("i32", n, values=lambda v: z3.And(v >= 0, v <= 2**20))
-    report = asked(added, (1,), {}, x_ptr=x, y_ptr=Buffer("i32", 8), n=n)
+    report = report_on(added, (1,), {}, x_ptr=x, y_ptr=Buffer("i32", 8), n=n)
     assert "proven" in {a.verdict for a in report.of("bounds") if a.what == "store y_ptr"}
-    assert open_kinds(report) == {"overflow"}, report
+    assert unproven_kinds(report) == {"overflow"}, report
 
 
-def test_the_sum_is_of_natural_numbers() -> None:
+def test_a_sum_of_possibly_negative_numbers_is_not_proven_nonnegative() -> None:
     x = Buffer("i32", n, values=lambda v: z3.And(v >= -1, v <= 2**20))
-    report = asked(added, (1,), {}, x_ptr=x, y_ptr=Buffer("i32", 8), n=n)
-    assert open_kinds(report) == {"overflow", "bounds"}, report
+    report = report_on(added, (1,), {}, x_ptr=x, y_ptr=Buffer("i32", 8), n=n)
+    assert unproven_kinds(report) == {"overflow", "bounds"}, report
 
 
 # ---- permutations and maps ------------------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ def test_the_sum_is_of_natural_numbers() -> None:
 
 @triton.jit
 def scatter(x_ptr, order_ptr, y_ptr, n, cols, BLOCK: tl.constexpr = 16, TILE: tl.constexpr = 32):
-    """Rows to their places; one more element of the list is the number of rows."""
+    """Move rows by a permutation; one more element of the list is the number of rows."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = number < tl.load(order_ptr + n)
     row = tl.load(order_ptr + number, mask=live, other=0).to(tl.int64)
@@ -316,32 +318,32 @@ def scatter(x_ptr, order_ptr, y_ptr, n, cols, BLOCK: tl.constexpr = 16, TILE: tl
 
 
 @pytest.mark.parametrize(
-    ("which", "verdict"),
+    ("distinct", "verdict"),
     [
         (lambda v, i: i != rows, "proven"),
-        (True, "proven"),  # with the number of rows, which is then no row
+        (True, "proven"),  # includes the number of rows, which is then not a row's index
         (False, "counterexample"),
         (lambda v, i: i != 0, "counterexample"),
         (lambda v, i: v > 0, "counterexample"),
     ],
 )
-def test_rows_by_a_permutation(which: Any, verdict: str) -> None:
+def test_a_permutation_of_rows_does_not_race(distinct: Any, verdict: str) -> None:
     cols = symbol("cols", 1, 2**20)
     order = Buffer(
         "i32",
         rows + 1,
         values=lambda v, i: z3.And(v >= 0, z3.If(i == rows, v <= rows, v < rows)),
-        distinct=which,
+        distinct=distinct,
     )
     buffers = {"x_ptr": Buffer("f32", rows * cols), "order_ptr": order, "y_ptr": Buffer("f32", rows * cols)}
-    report = asked(scatter, (cdiv(rows, 16),), {}, **buffers, n=rows, cols=cols)
+    report = report_on(scatter, (cdiv(rows, 16),), {}, **buffers, n=rows, cols=cols)
     assert {a.verdict for a in report.of("race")} == {verdict}, report
-    assert open_kinds(report) <= {"race"}, report
+    assert unproven_kinds(report) <= {"race"}, report
 
 
 @triton.jit
 def move(x_ptr, row_ptr, slot_ptr, y_ptr, tokens, slots, rows, token_programs, LESS: tl.constexpr):
-    """Every slot of a token to its row; further programs fill the rows that no slot has."""
+    """Move every slot of a token to its row; more programs fill the rows without a slot."""
     if tl.program_id(0) < token_programs:
         token = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
         for slot in range(slots):
@@ -364,12 +366,12 @@ def moved(less: int = 0, trials: int = 0, **inverses: str) -> Report:
     )
     buffers = {"x_ptr": Buffer("f32", tokens), "row_ptr": row, "slot_ptr": slot, "y_ptr": Buffer("f32", rows)}
     sizes = {"tokens": tokens, "slots": slots, "rows": rows, "token_programs": cdiv(tokens, 16)}
-    return asked(
+    return report_on(
         move, (cdiv(tokens, 16) + cdiv(rows, 32),), {"LESS": less}, trials=trials, **buffers, **sizes
     )
 
 
-def test_rows_by_a_map_and_its_inverse() -> None:
+def test_a_map_with_its_inverse_does_not_race() -> None:
     report = moved(trials=6, row="slot_ptr")
     assert report.verdict == "proven", report
     assert "slot_ptr[v] = i for every v >= 0 that is row_ptr[i]" in report.assumed
@@ -377,30 +379,30 @@ def test_rows_by_a_map_and_its_inverse() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{}, {"slot": "row_ptr"}, {"less": 1, "row": "slot_ptr"}], ids=str)
-def test_rows_by_maps_that_do_not_lead_back(wrong: dict[str, Any]) -> None:
-    """Without the way back, with that of the rows alone (two slots may have one row), or where slot 0 is none."""
+def test_maps_without_an_inverse_may_race(wrong: dict[str, Any]) -> None:
+    """Without an inverse, with the rows' inverse only (two slots may share a row), or with slot 0 treated as a pad."""
     report = moved(**wrong)
-    assert open_kinds(report) == {"race"}, report
+    assert unproven_kinds(report) == {"race"}, report
 
 
-def test_a_way_back_is_an_argument() -> None:
-    with pytest.raises(ContractError, match="leads back from"):
+def test_an_inverse_must_be_an_argument() -> None:
+    with pytest.raises(ContractError, match="the inverse of row_ptr"):
         moved(row="nothing")
 
 
 @triton.jit
 def changed(row_ptr, y_ptr, n):
-    """The map is written while it is read: what was known of it before does not hold any more."""
+    """Write the map while it is read, which invalidates the assumptions about it."""
     at = tl.program_id(0)
     row = tl.load(row_ptr + at)
     tl.store(y_ptr + row, at, mask=row >= 0)
     tl.store(row_ptr + at, 0)
 
 
-def test_a_map_that_is_written_is_not_distinct() -> None:
+def test_a_written_map_is_not_assumed_distinct() -> None:
     choices: list[Callable[..., Any] | bool] = [True, lambda v, i: v >= 0]
     for distinct in choices:
         order = Buffer("i32", n, values=lambda v: z3.And(v >= -1, v < n), distinct=distinct)
-        report = asked(changed, (n,), {}, row_ptr=order, y_ptr=Buffer("i32", n), n=n)
+        report = report_on(changed, (n,), {}, row_ptr=order, y_ptr=Buffer("i32", n), n=n)
         stores = [a.verdict for a in report.of("race") if a.what == "store y_ptr and store y_ptr"]
         assert stores != ["proven"], report

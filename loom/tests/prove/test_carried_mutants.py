@@ -1,5 +1,4 @@
-"""Kernels that count, in every small way wrong: where a mutant is proven, launches of it with random memory stay in
-bounds; and where launches do not, nothing was proven."""
+"""Mutants of counting kernels: proven ones stay in bounds with random memory, and others are not proven."""
 
 from __future__ import annotations
 
@@ -20,12 +19,17 @@ n, rows = right.n, right.rows
 
 
 def kernels() -> Iterator[tuple[Any, Contract, dict[str, tuple[int, int]]]]:
-    """A kernel, its contract, and what is in memory: the least and the largest integer of a buffer."""
-    whole = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", n), "count_ptr": Buffer("i32", 1), "n": n}
-    yield right.compact, Contract.of(grid=(1,), arguments=whole), {"x_ptr": (-1, 3)}
-    some = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", n + 1), "n": n, "lead": symbol("lead", 0, 1000)}
+    """Yield a kernel, its contract, and the range of integers in each buffer."""
+    arguments = {"x_ptr": Buffer("i32", n), "y_ptr": Buffer("i32", n), "count_ptr": Buffer("i32", 1), "n": n}
+    yield right.compact, Contract.of(grid=(1,), arguments=arguments), {"x_ptr": (-1, 3)}
+    lead_arguments = {
+        "x_ptr": Buffer("i32", n),
+        "y_ptr": Buffer("i32", n + 1),
+        "n": n,
+        "lead": symbol("lead", 0, 1000),
+    }
     masked = {"MASKED": True}
-    yield right.count, Contract.of(grid=(1,), arguments=some, constants=masked), {"x_ptr": (-1, 3)}
+    yield right.count, Contract.of(grid=(1,), arguments=lead_arguments, constants=masked), {"x_ptr": (-1, 3)}
     groups, row = symbol("groups", 1, 1000), symbol("row", 0)
     ends = Buffer("i32", groups, values=lambda v: v >= 0)
     room = {"y_ptr": Buffer("i32", rows + 1), "z_ptr": Buffer("i32", rows + 1)}
@@ -36,11 +40,11 @@ def kernels() -> Iterator[tuple[Any, Contract, dict[str, tuple[int, int]]]]:
 
 
 def filled(example: Example, contract: Contract, memory: dict[str, tuple[int, int]]) -> Iterator[Example]:
-    """The same sizes with random integers in memory, and with none but the largest."""
+    """Yield the same sizes with random integers in memory, and with only the largest."""
     draw = random.Random(0)
-    for least in (None, None, 1):
+    for fixed in (None, None, 1):
         loaded = [
-            (name, element, draw.randint(low, high) if least is None else high)
+            (name, element, draw.randint(low, high) if fixed is None else high)
             for name, (low, high) in memory.items()
             for element in range(next(iter(example.sizes.values())))
         ]
@@ -51,22 +55,24 @@ def filled(example: Example, contract: Contract, memory: dict[str, tuple[int, in
 @pytest.mark.parametrize(
     ("kernel", "contract", "memory"), [pytest.param(*k, id=k[0].fn.__name__) for k in kernels()]
 )
-def test_mutants(kernel: Any, contract: Contract, memory: dict[str, tuple[int, int]]) -> None:
-    seen, proven = [], []
+def test_proven_mutants_stay_in_bounds(
+    kernel: Any, contract: Contract, memory: dict[str, tuple[int, int]]
+) -> None:
+    refuted, proven = [], []
     for mutant in mutants(kernel, contract):
         prover = Prover(mutant.ttir, mutant.contract, 3_000_000)
         verdicts = {prover.answer(o).verdict for o in prover.question.obligations}
         findings = [
             finding
             for example in examples(mutant.contract)
-            for full in filled(example, mutant.contract, memory)
-            for finding in launched(mutant.ttir, mutant.contract, full)
+            for filled_example in filled(example, mutant.contract, memory)
+            for finding in launched(mutant.ttir, mutant.contract, filled_example)
             if finding.kind.startswith("out-of-bounds")
         ]
         if verdicts == {"proven"}:
             proven.append(str(mutant))
             assert not findings, (str(mutant), findings[0])
         elif findings:
-            seen.append(str(mutant))
+            refuted.append(str(mutant))
     assert len(proven) >= 5, proven
-    assert len(seen) >= 5, seen
+    assert len(refuted) >= 5, refuted

@@ -1,4 +1,4 @@
-"""A prover with a mistake is caught by the launches that follow its proofs, or by its facts at random sizes."""
+"""Bugs in the prover are caught by the launches that follow its proofs, or by its facts at random sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
 def unguarded(reason: str) -> Mistake:
-    """Facts hold everywhere, also where the path that they come from is not taken."""
+    """Make facts hold everywhere, even where the path that implies them is not taken."""
     know = Scope.know
 
     def always(self: Scope, *facts: Any, because: str, when: Any = ()) -> None:
@@ -52,7 +52,7 @@ def by_printed_names(patch: pytest.MonkeyPatch) -> None:
 
 def with_forgeable_names(patch: pytest.MonkeyPatch) -> None:
     def unknown(self: Linear, factors: Any) -> Any:
-        self._kept += factors
+        self._alive += factors
         key = tuple(sorted(factor.get_id() for factor in factors))
         return self._products.setdefault(key, z3.Int(f"product!{1 + len(self._products)}"))
 
@@ -78,16 +78,16 @@ def memory_as_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_signs(patch: pytest.MonkeyPatch) -> None:
-    text = textwrap.dedent(inspect.getsource(Evaluator._found))
+    text = textwrap.dedent(inspect.getsource(Evaluator._loaded_integer))
     for old, new in (
-        ("natural = element != I1 and", "natural = False and"),
-        ('natural == buffer.element.startswith("u")', "True"),
+        ("is_unsigned = element != I1 and", "is_unsigned = False and"),
+        ('is_unsigned == buffer.element.startswith("u")', "True"),
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)
     scope: dict[str, Any] = {}
-    exec(text, Evaluator._found.__globals__, scope)
-    patch.setattr(Evaluator, "_found", scope["_found"])
+    exec(text, Evaluator._loaded_integer.__globals__, scope)
+    patch.setattr(Evaluator, "_loaded_integer", scope["_loaded_integer"])
 
 
 def by_failing_swaps(patch: pytest.MonkeyPatch) -> None:
@@ -199,14 +199,16 @@ MISTAKES: list[tuple[Mistake, Callable[[], Report]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mistake", "asked"), MISTAKES, ids=[asked.__name__ for _, asked in MISTAKES])
+@pytest.mark.parametrize(
+    ("mistake", "report_of"), MISTAKES, ids=[report_of.__name__ for _, report_of in MISTAKES]
+)
 def test_a_mistake_in_the_prover_is_caught(
-    mistake: Mistake, asked: Callable[[], Report], monkeypatch: pytest.MonkeyPatch
+    mistake: Mistake, report_of: Callable[[], Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert asked().verdict != "proven"
+    assert report_of().verdict != "proven"
     mistake(monkeypatch)
     with pytest.raises(UnsoundProof, match="the prover is wrong, please report it"):
-        asked()
+        report_of()
 
 
 @triton.jit
@@ -215,7 +217,7 @@ def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + off, tl.load(x_ptr + off, mask=off < n), mask=off < n)
 
 
-def test_proofs_are_launched() -> None:
+def test_proofs_are_confirmed_by_launches() -> None:
     args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n), "n": n, "BLOCK": 64}
     report = prove(copy, grid=(cdiv(n, 64),), args=args)
     assert report.verdict == "proven"
@@ -225,8 +227,8 @@ def test_proofs_are_launched() -> None:
     )
 
 
-def test_a_disagreement_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of every access are proven, whatever they are."""
+def test_a_disagreeing_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every access is declared in bounds by the patched prover."""
     monkeypatch.setattr(Prover, "nearly", lambda self, assuming, goal: True)
     args = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n - 1), "n": n, "BLOCK": 64}
     with pytest.raises(UnsoundProof, match=r"a launch refutes for n = .*out-of-bounds store"):
@@ -254,14 +256,17 @@ def test_proofs_of_ttir_with_descriptors_are_launched() -> None:
 @triton.jit
 def counts_before_it_stores(x_ptr, n, m):
     last, turns = m, 0
-    while turns < last:  # as both grow, this ends where `last` wraps
+    while turns < last:  # both grow, so the loop ends when `last` wraps
         last += 1
         turns += 1
     tl.store(x_ptr + tl.program_id(0), turns)
 
 
-def test_integers_of_while_loops_have_to_fit() -> None:
-    """The sanitizer sees the last sum wrap. That no integer wraps must not count as proven because nobody asked."""
+def test_integers_of_while_loops_must_fit_to_be_proven() -> None:
+    """The sanitizer sees the last sum wrap.
+
+    Integers must not count as proven to fit because no obligation covers them.
+    """
     m = symbol("m", 1, 8)
     report = prove(counts_before_it_stores, grid=(n,), args={"x_ptr": Buffer("f32", n), "n": n, "m": m})
     assert [answer.verdict for answer in report.of("bounds")] == ["proven"]
@@ -278,11 +283,11 @@ def waits_for_a_flag(flag_ptr, x_ptr, n):
 
 def test_a_launch_that_never_ends_is_no_certificate() -> None:
     args = {"flag_ptr": Buffer("i32", 1), "x_ptr": Buffer("f32", n), "n": n}
-    begun = time.monotonic()
+    start = time.monotonic()
     report = prove(waits_for_a_flag, grid=(n,), args=args)
     assert report.verdict == "proven", report
     assert report.certificates[0].startswith("not launched: it ended early: ")
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
 
 
 @triton.jit
@@ -292,15 +297,15 @@ def writes_the_first_half(x_ptr, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("element", ["f32", "i8"])
-def test_outputs_that_are_proven_whole_are_compared(element: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_proven_complete_are_compared(element: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage._Search, "proven", lambda self: True)
     args = {"x_ptr": Buffer(element, n), "n": n, "BLOCK": 64}
     with pytest.raises(UnsoundProof, match="elements of x_ptr are not written"):
         prove(writes_the_first_half, grid=(cdiv(n, 64),), args=args, outputs=("x_ptr",))
 
 
-def test_what_is_written_may_be_what_was_there() -> None:
-    """Bytes of ones are what the outputs of some launches begin with."""
+def test_a_kernel_may_write_the_fill_value() -> None:
+    """Some launches fill their outputs with the byte that the kernel writes."""
     args = {"x_ptr": Buffer("i8", n), "y_ptr": Buffer("i8", n), "n": n, "BLOCK": 64}
     report = prove(copy, grid=(cdiv(n, 64),), args=args, outputs=("y_ptr",), trials=200)
     assert report.verdict == "proven", report
@@ -312,8 +317,8 @@ def below_a_difference(x_ptr, n, k, BLOCK: tl.constexpr):
     tl.store(x_ptr + off, 1.0, mask=off < (n - k).to(tl.uint32))
 
 
-def test_sizes_for_which_triton_does_not_compile_the_kernel_are_named() -> None:
-    """Of n and k that are both 1 Triton makes constants, and their difference is an integer of Python's."""
+def test_sizes_that_triton_does_not_compile_are_named() -> None:
+    """Triton makes constants of n and k if both are 1, and their difference is a Python integer."""
     k = symbol("k", 1, 3)
     args = {"x_ptr": Buffer("f32", n), "n": n, "k": k, "BLOCK": 64}
     report = prove(below_a_difference, grid=(cdiv(n, 64),), args=args, assumptions=(k <= n,))
@@ -327,15 +332,15 @@ def shifts(x_ptr, n):
     tl.store(x_ptr + ((n << 40) & 1), 1.0)
 
 
-def test_an_overflow_that_nobody_asked_about_is_no_disagreement() -> None:
-    """Shifts by more bits than there are may give anything, and the bounds are unknown for it."""
+def test_an_overflow_without_an_obligation_is_no_disagreement() -> None:
+    """Shifts by more bits than the type has may give anything, so the bounds are unknown."""
     report = prove(shifts, grid=(1,), args={"x_ptr": Buffer("f32", n), "n": n})
     assert report.verdict == "unknown", report
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_integers_that_differ_are_drawn_as_the_contract_has_them(room: int) -> None:
-    """Rows from -1 on, of which all but -1 differ; n of them only fit where -1 may stand for some."""
+def test_distinct_integers_are_drawn_as_the_contract_requires(room: int) -> None:
+    """Draw rows from -1 on, all distinct except possibly -1; n of them only fit if -1 may repeat."""
     rows = symbol("rows", 1, 1000)
     index = Buffer(
         "i32",

@@ -1,4 +1,4 @@
-"""Every element of an output is written: kernels of which that is proven, and the same kernels with something wrong."""
+"""Outputs that are written completely: kernels for which that is proven, and variants with a mistake."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from triton_loom.prove.solver import QUICK
 m, n, k = symbol("m", 1, 2**20), symbol("n", 1, 2**20), symbol("k", 1, 2**20)
 
 
-def asked(kernel: Any, grid: tuple[Any, ...], output: Buffer, **more: Any) -> Answer:
-    """Whether `y_ptr` is written whole; arguments in capitals are constants."""
+def coverage_of(kernel: Any, grid: tuple[Any, ...], output: Buffer, **more: Any) -> Answer:
+    """Answer whether `y_ptr` is written completely; arguments in capitals are constants."""
     constants = {name: value for name, value in more.items() if name.isupper()}
     arguments = {name: value for name, value in more.items() if not name.isupper()}
     contract = Contract.of(
@@ -47,13 +47,13 @@ def tiles(y_ptr, rows, cols, LESS: tl.constexpr = 0, STEP: tl.constexpr = 16):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_tiles_of_one_axis_of_programs(flat: bool) -> None:
-    """The place in each dimension need not be known: quotients of the element's number are found as well."""
+def test_tiles_on_one_grid_axis_cover_the_output(flat: bool) -> None:
+    """The index in each dimension need not be given: quotients of the linear offset are found as well."""
     grid, y = cdiv(m, 16) * cdiv(n, 32), Buffer("f32", m * n) if flat else dense(m, n)
-    assert asked(tiles, (grid,), y, rows=m, cols=n).verdict == "proven"
-    assert asked(tiles, (grid - 1,), y, rows=m, cols=n).verdict == "counterexample"
-    assert asked(tiles, (grid,), y, rows=m, cols=n, LESS=1).verdict == "counterexample"
-    assert asked(tiles, (grid,), y, rows=m, cols=n, STEP=17).verdict == "counterexample"
+    assert coverage_of(tiles, (grid,), y, rows=m, cols=n).verdict == "proven"
+    assert coverage_of(tiles, (grid - 1,), y, rows=m, cols=n).verdict == "counterexample"
+    assert coverage_of(tiles, (grid,), y, rows=m, cols=n, LESS=1).verdict == "counterexample"
+    assert coverage_of(tiles, (grid,), y, rows=m, cols=n, STEP=17).verdict == "counterexample"
 
 
 @triton.jit
@@ -64,13 +64,13 @@ def rows_and_columns(y_ptr, rows, cols, FIRST: tl.constexpr = 0, STEP: tl.conste
         tl.store(y_ptr + row * cols + col, 1.0, mask=(row < rows) & (col < cols))
 
 
-def test_rows_with_a_loop_over_columns() -> None:
-    y = dense(m, n, k)  # a kernel sees rows where a tensor has two dimensions
-    given = {"rows": m * n, "cols": k}
-    assert asked(rows_and_columns, (cdiv(m * n, 4),), y, **given).verdict == "proven"
-    assert asked(rows_and_columns, (m * n / 4,), y, **given).verdict == "counterexample"
-    assert asked(rows_and_columns, (cdiv(m * n, 4),), y, **given, FIRST=1).verdict == "counterexample"
-    assert asked(rows_and_columns, (cdiv(m * n, 4),), y, **given, STEP=65).verdict != "proven"
+def test_rows_with_a_column_loop_cover_the_output() -> None:
+    y = dense(m, n, k)  # the kernel flattens two dimensions of the tensor into rows
+    sizes = {"rows": m * n, "cols": k}
+    assert coverage_of(rows_and_columns, (cdiv(m * n, 4),), y, **sizes).verdict == "proven"
+    assert coverage_of(rows_and_columns, (m * n / 4,), y, **sizes).verdict == "counterexample"
+    assert coverage_of(rows_and_columns, (cdiv(m * n, 4),), y, **sizes, FIRST=1).verdict == "counterexample"
+    assert coverage_of(rows_and_columns, (cdiv(m * n, 4),), y, **sizes, STEP=65).verdict != "proven"
 
 
 @triton.jit
@@ -80,11 +80,11 @@ def shares(y_ptr, rows, each, LESS: tl.constexpr = 0):
         tl.store(y_ptr + row, 1.0)
 
 
-def test_each_program_has_a_share() -> None:
+def test_contiguous_shares_of_programs_cover_the_output() -> None:
     each = cdiv(m, 264)
-    assert asked(shares, (cdiv(m, each),), dense(m), rows=m, each=each).verdict == "proven"
-    assert asked(shares, (cdiv(m, each) - 1,), dense(m), rows=m, each=each).verdict != "proven"
-    assert asked(shares, (cdiv(m, each),), dense(m), rows=m, each=each, LESS=1).verdict != "proven"
+    assert coverage_of(shares, (cdiv(m, each),), dense(m), rows=m, each=each).verdict == "proven"
+    assert coverage_of(shares, (cdiv(m, each) - 1,), dense(m), rows=m, each=each).verdict != "proven"
+    assert coverage_of(shares, (cdiv(m, each),), dense(m), rows=m, each=each, LESS=1).verdict != "proven"
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def in_turns(y_ptr, rows):
         tl.store(y_ptr + row, 1.0)
 
 
-def test_programs_take_turns() -> None:
-    assert asked(in_turns, (132,), dense(m), rows=m).verdict == "proven"
-    assert asked(in_turns, (132,), dense(m + 1), rows=m).verdict == "counterexample"
+def test_grid_stride_loops_cover_the_output() -> None:
+    assert coverage_of(in_turns, (132,), dense(m), rows=m).verdict == "proven"
+    assert coverage_of(in_turns, (132,), dense(m + 1), rows=m).verdict == "counterexample"
 
 
 @triton.jit
@@ -105,11 +105,11 @@ def statistics(y_ptr, rows, LAST: tl.constexpr = 3):
         tl.store(y_ptr + number * rows.to(tl.int64) + row, 1.0, mask=row < rows)
 
 
-def test_several_stores_together() -> None:
-    """Each writes a part of the elements."""
-    assert asked(statistics, (cdiv(m, 32),), dense(3, m), rows=m).verdict == "proven"
-    assert asked(statistics, (cdiv(m, 32),), dense(3, m), rows=m, LAST=2).verdict == "counterexample"
-    assert asked(statistics, (cdiv(m, 32) - 1,), dense(3, m), rows=m).verdict != "proven"
+def test_several_stores_cover_the_output_together() -> None:
+    """Each store writes a part of the elements."""
+    assert coverage_of(statistics, (cdiv(m, 32),), dense(3, m), rows=m).verdict == "proven"
+    assert coverage_of(statistics, (cdiv(m, 32),), dense(3, m), rows=m, LAST=2).verdict == "counterexample"
+    assert coverage_of(statistics, (cdiv(m, 32) - 1,), dense(3, m), rows=m).verdict != "proven"
 
 
 @triton.jit
@@ -120,16 +120,16 @@ def halves(y_ptr, half, GAP: tl.constexpr = 0):
     tl.store(y_ptr + row + half + lane, 2.0, mask=lane < half - GAP)
 
 
-def test_two_halves_of_a_row() -> None:
+def test_two_halves_cover_a_row() -> None:
     half = symbol("half", 1, 64)
     y = dense(m, 2 * half)
-    assert asked(halves, (m,), y, half=half).verdict == "proven"
-    assert asked(halves, (m,), y, half=half, GAP=1).verdict == "counterexample"
+    assert coverage_of(halves, (m,), y, half=half).verdict == "proven"
+    assert coverage_of(halves, (m,), y, half=half, GAP=1).verdict == "counterexample"
 
 
 @triton.jit
 def by_flags(flag_ptr, y_ptr, BACK: tl.constexpr = 0):
-    """If a flag is set, one store; else another one, BACK elements before it."""
+    """If a flag is set, store; else store BACK elements earlier."""
     at = tl.program_id(0)
     flag = tl.load(flag_ptr + at)
     if flag > 0:
@@ -138,11 +138,11 @@ def by_flags(flag_ptr, y_ptr, BACK: tl.constexpr = 0):
         tl.store(y_ptr + at - BACK, 2.0, mask=at >= BACK)
 
 
-def test_what_is_loaded_is_the_same_in_one_program_alone() -> None:
-    """Element i is written by program i if its flag is set, else by program i + 1 if that one's is not."""
+def test_loaded_flags_differ_between_programs() -> None:
+    """BACK = 1: element i is written by program i if its flag is set, and by program i + 1 if its own is not."""
     flags = Buffer("i32", m + 1)
-    assert asked(by_flags, (m,), dense(m), flag_ptr=flags).verdict == "proven"
-    assert asked(by_flags, (m + 1,), dense(m), flag_ptr=flags, BACK=1).verdict != "proven"
+    assert coverage_of(by_flags, (m,), dense(m), flag_ptr=flags).verdict == "proven"
+    assert coverage_of(by_flags, (m + 1,), dense(m), flag_ptr=flags, BACK=1).verdict != "proven"
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def where_flagged(flag_ptr, y_ptr):
     tl.store(y_ptr + at, 1.0, mask=tl.load(flag_ptr + at) > 0)
 
 
-def test_a_store_that_memory_decides_about() -> None:
+def test_a_store_masked_by_memory_needs_an_assumption() -> None:
     for values, verdict in ((None, "unknown"), (lambda v: v >= 1, "proven")):
         flags = Buffer("i32", m, values=values)
-        assert asked(where_flagged, (m,), dense(m), flag_ptr=flags).verdict == verdict
+        assert coverage_of(where_flagged, (m,), dense(m), flag_ptr=flags).verdict == verdict
 
 
 @triton.jit
@@ -165,12 +165,12 @@ def after_others(y_ptr, rows, others):
         tl.store(y_ptr + row, 1.0, mask=row < rows)
 
 
-def test_programs_behind_others() -> None:
-    given = {"rows": m, "others": n}
-    assert asked(after_others, (n + cdiv(m, 32),), dense(m), **given).verdict == "proven"
-    assert asked(after_others, (n + cdiv(m, 32) - 1,), dense(m), **given).verdict != "proven"
+def test_later_programs_of_a_grid_cover_the_output() -> None:
+    sizes = {"rows": m, "others": n}
+    assert coverage_of(after_others, (n + cdiv(m, 32),), dense(m), **sizes).verdict == "proven"
+    assert coverage_of(after_others, (n + cdiv(m, 32) - 1,), dense(m), **sizes).verdict != "proven"
 
 
-def test_a_shape_with_too_few_elements_is_not_used() -> None:
+def test_a_shape_with_too_few_elements_is_ignored() -> None:
     y = Buffer("f32", m * n + 1, shape=(m, n))
-    assert asked(tiles, (cdiv(m, 16) * cdiv(n, 32),), y, rows=m, cols=n).verdict != "proven"
+    assert coverage_of(tiles, (cdiv(m, 16) * cdiv(n, 32),), y, rows=m, cols=n).verdict != "proven"

@@ -1,4 +1,4 @@
-"""Races that are shown digit by digit, and wrong kernels of which they are not shown."""
+"""Absence of races proven digit by digit, and wrong kernels for which it is not."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def same(facts: Any, offsets: Any, programs: Any, twins: Any) -> bool:
 # ---- products as unknowns -------------------------------------------------------------------------------
 
 
-def test_one_product_is_one_unknown() -> None:
+def test_equal_products_become_one_unknown() -> None:
     assert Linear().follows([], (x + y) * s == s * y + x * s)
     assert Linear().follows([3 * x * y >= 6], y * x >= 2)
     assert Linear().follows([x * x * y <= 4], y * x * x <= 4)
-    assert Linear().follows([x * y >= 0], y * x >= 0)  # z3 by itself would speak of the signs of both
+    assert Linear().follows([x * y >= 0], y * x >= 0)  # z3's simplifier would split this into signs
 
 
 @pytest.mark.parametrize(
@@ -41,32 +41,32 @@ def test_one_product_is_one_unknown() -> None:
     [
         ([], x * y == x * s),
         ([], x * x * y == x * y * y),
-        ([x == y], x * s == y * s),  # true, but not without knowing what a product is
+        ([x == y], x * s == y * s),  # true, but not if products are opaque
         ([x * y >= 2], x * y >= 3),
         ([x * y / 4 >= 2], x * y >= 9),
         ([z3.Or(x * y > 0, s > 0)], x * y > 0),
-        ([x >= 0, y >= 0], x * y >= 0),  # as true, and as unknown here
+        ([x >= 0, y >= 0], x * y >= 0),  # also true, and also unknown here
     ],
 )
-def test_what_does_not_follow(facts: list[Any], goal: Any) -> None:
+def test_false_goals_do_not_follow(facts: list[Any], goal: Any) -> None:
     assert not Linear().follows(facts, goal)
 
 
-def test_nothing_but_products_is_replaced() -> None:
-    """With the product back in its place, the expression is the one that it was."""
+def test_only_products_are_replaced() -> None:
+    """Substituting the product for its unknown restores the expression."""
     for e in (x * y + 3 * s, (x * y * s + 1) / 8 + x, z3.If(x * y > s, x, y) - 2 * y * y, 5 * x - s):
         products = {str(c): c for c in z3.z3util.get_vars(Linear()(e)) if str(c).startswith("!product!")}
         linear = Linear()(e)
         for values in product((-3, 0, 2, 7), repeat=3):
             numbers = [(c, z3.IntVal(v)) for c, v in zip((x, y, s), values, strict=True)]
-            known = {
+            values_of_products = {
                 "x * y": values[0] * values[1],
                 "x * y * s": values[0] * values[1] * values[2],
                 "y * y": values[1] ** 2,
             }
-            right = z3.simplify(z3.substitute(e, *numbers))
-            guesses = product(known.values(), repeat=len(products))
-            given = (
+            expected = z3.simplify(z3.substitute(e, *numbers))
+            guesses = product(values_of_products.values(), repeat=len(products))
+            candidates = (
                 z3.simplify(
                     z3.substitute(
                         linear,
@@ -76,7 +76,7 @@ def test_nothing_but_products_is_replaced() -> None:
                 )
                 for guess in guesses
             )
-            assert any(right.eq(found) for found in given)
+            assert any(expected.eq(candidate) for candidate in candidates)
 
 
 # ---- lemmas ---------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def test_nothing_but_products_is_replaced() -> None:
 
 def test_lemmas_are_true_of_integers() -> None:
     a, b, q, r = z3.Ints("a b q r")
-    for number, by in product(range(-9, 10), range(1, 6)):
-        values = [(a, number), (b, by), (q, number // by), (r, number % by)]
+    for number, divisor in product(range(-9, 10), range(1, 6)):
+        values = [(a, number), (b, divisor), (q, number // divisor), (r, number % divisor)]
         for lemma in range_of(Division(a, b, q, r)):
             assert z3.is_true(z3.simplify(z3.substitute(lemma, *((c, z3.IntVal(v)) for c, v in values))))
     for one, other, factor in product(range(-4, 5), repeat=3):
@@ -94,7 +94,7 @@ def test_lemmas_are_true_of_integers() -> None:
 
 
 def test_lemmas_about_limits_are_true_of_integers() -> None:
-    """A program is taken apart by the number of parts, then by heads, which are what is left of heads times group."""
+    """A program number is split by the number of parts, then by heads, which are heads * group divided by group."""
     number, rows, heads, parts, group = z3.Ints("number rows heads parts group")
     q1, r1, q2, r2, q3, r3 = z3.Ints("q1 r1 q2 r2 q3 r3")
     divisions = [
@@ -121,7 +121,7 @@ def test_lemmas_about_products_are_true_of_integers() -> None:
         assert all(z3.is_true(z3.simplify(z3.substitute(lemma, *at))) for lemma in lemmas)
 
 
-def test_a_stride_is_what_it_is_a_multiple_of() -> None:
+def test_an_exact_quotient_times_its_divisor_is_the_stride() -> None:
     def shown(known: Any) -> Callable[[Any], bool]:
         return lambda goal: Linear().follows([known], goal)
 
@@ -137,23 +137,25 @@ def test_a_stride_is_what_it_is_a_multiple_of() -> None:
 p, p2, c, c2, n = z3.Ints("p p' c c' n")
 
 
-def columns(below: Any, least: int = 0) -> list[Any]:
-    return [n >= 1, c >= least, c2 >= least, c < below, c2 < below]
+def columns(limit: Any, minimum: int = 0) -> list[Any]:
+    return [n >= 1, c >= minimum, c2 >= minimum, c < limit, c2 < limit]
 
 
-def test_rows_of_columns() -> None:
+def test_equal_offsets_have_equal_rows() -> None:
     twins = [(p, p2), (c, c2)]
     offsets = p * n + c, p2 * n + c2
     assert same(columns(n), offsets, [(p, p2)], twins)
-    assert not same(columns(n + 1), offsets, [(p, p2)], twins)  # the column after the last is in the next row
-    assert not same(columns(n, least=-1), offsets, [(p, p2)], twins)
+    assert not same(
+        columns(n + 1), offsets, [(p, p2)], twins
+    )  # the column after the last belongs to the next row
+    assert not same(columns(n, minimum=-1), offsets, [(p, p2)], twins)
     assert not same(columns(n), (p * n + 2 * c, p2 * n + 2 * c2), [(p, p2)], twins)
     assert not same(
         columns(n)[1:], offsets, [(p, p2), (s, y)], twins
-    )  # of what is not in the offset nothing is known
+    )  # nothing is known about constants outside of the offset
 
 
-def test_digits_of_two_sizes() -> None:
+def test_offsets_with_two_strides_have_equal_digits() -> None:
     m, d, d2 = z3.Ints("m d d'")
     twins = [(p, p2), (c, c2), (d, d2)]
     offsets = (p * m + d) * n + c, (p2 * m + d2) * n + c2
@@ -162,8 +164,8 @@ def test_digits_of_two_sizes() -> None:
     assert not same([*columns(n), m >= 1, d >= 0, d2 >= 0, d <= m, d2 <= m], offsets, [(p, p2)], twins)
 
 
-def test_a_digit_below_a_product() -> None:
-    """Below m * n, not below m or n."""
+def test_a_digit_may_be_bounded_by_a_product() -> None:
+    """The digit is below m * n, not below m or n."""
     m = z3.Int("m")
     twins = [(p, p2), (c, c2)]
     offsets = p * m * n + c, p2 * m * n + c2
@@ -175,7 +177,7 @@ def test_a_digit_below_a_product() -> None:
 @triton.jit
 def swizzled(
     y_ptr, M, N, WIDTH: tl.constexpr, ROWS_MASKED: tl.constexpr, TILE: tl.constexpr = 16
-):  # tiles of WIDTH rows of tiles, column after column
+):  # groups of WIDTH rows of tiles, column by column
     tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
     group = tl.program_id(0) // (WIDTH * tiles_n)
     inside = tl.program_id(0) % (WIDTH * tiles_n)
@@ -211,14 +213,14 @@ def races_of(kernel: Any, grid: Any, **constants: Any) -> list[str]:
     return [answer.verdict for answer in prove(kernel, contract, replay=False).of("race")]
 
 
-def test_swizzled_tiles_do_not_meet() -> None:
+def test_swizzled_tiles_do_not_race() -> None:
     def tiles(rows: Any, cols: Any) -> Any:
         return cdiv(rows, 16) * cdiv(cols, 16)
 
     assert races_of(swizzled, tiles, WIDTH=8, ROWS_MASKED=True) == ["proven"]
 
 
-def test_tiles_that_overlap_are_not_proven_apart() -> None:
+def test_overlapping_tiles_are_not_proven_free_of_races() -> None:
     def tiles(rows: Any, cols: Any) -> Any:
         return cdiv(rows, 16) * cdiv(cols, 16)
 
@@ -229,15 +231,15 @@ def test_tiles_that_overlap_are_not_proven_apart() -> None:
 
 @triton.jit
 def strided(y_ptr, M, N: tl.constexpr, LESS: tl.constexpr, TILE: tl.constexpr):
-    """A program has every row that is as many rows after its last one as there are programs."""
+    """Grid-stride loop over rows."""
     lane = tl.arange(0, TILE)
     for row in range(tl.program_id(0), M, tl.num_programs(0) - LESS):
         at = row.to(tl.int64) * N + lane
         tl.store(y_ptr + at, tl.full((TILE,), 1.0, tl.float32), mask=lane < N)
 
 
-def test_rows_that_programs_take_in_turns_are_apart() -> None:
-    """The number of programs is a digit of the loop's counter."""
+def test_grid_stride_loops_do_not_race() -> None:
+    """The program number is a digit of the loop's counter."""
     rows, programs = symbol("M", 1, 2**31 - 1), symbol("programs", 2, 2**20)
     verdicts = {}
     for less in (0, 1):
@@ -254,7 +256,7 @@ def test_rows_that_programs_take_in_turns_are_apart() -> None:
 
 @triton.jit
 def parted(y_ptr, rows, heads, group, parts, LESS: tl.constexpr, LANES: tl.constexpr = 16):
-    """Parts of heads of rows, one after the other in one axis of the grid, to [parts, rows, heads]."""
+    """Store parts of heads of rows, on one grid axis, to [parts, rows, heads]."""
     part, row_head = tl.program_id(0) % parts, tl.program_id(0) // parts
     head, row = row_head % (heads // group), row_head // (heads // group)
     lane = tl.arange(0, LANES)
@@ -263,8 +265,8 @@ def parted(y_ptr, rows, heads, group, parts, LESS: tl.constexpr, LANES: tl.const
 
 
 @pytest.mark.parametrize(("less", "programs", "right"), [(0, 0, True), (1, 0, False), (0, 1, False)])
-def test_a_grid_is_taken_apart(less: int, programs: int, right: bool) -> None:
-    """With planes that are too small, or a row too many in the grid, the last row of a plane is the next one's."""
+def test_a_flattened_grid_is_split_into_its_axes(less: int, programs: int, right: bool) -> None:
+    """With too small planes, or a row too many in the grid, the last row of a plane overlaps the next plane."""
     rows, kv, group, parts = sizes = [symbol(name, 2, 2**9) for name in ("rows", "kv", "group", "parts")]
     contract = Contract(
         arguments={
@@ -282,25 +284,25 @@ def test_a_grid_is_taken_apart(less: int, programs: int, right: bool) -> None:
     assert (answer.verdict == "proven") == right
 
 
-# ---- what is left out of a question -----------------------------------------------------------------------
+# ---- selection of facts for a question --------------------------------------------------------------------
 
 
-def test_a_quotient_is_asked_about_with_its_definition() -> None:
+def test_questions_about_a_quotient_include_its_definition() -> None:
     scope = Scope()
 
-    def asked(about: Any) -> set[str]:
-        return set(map(str, scope.relevant([about])))
+    def relevant(expression: Any) -> set[str]:
+        return set(map(str, scope.relevant([expression])))
 
     division = scope.divide(x, y)
     further = scope.divide(division.remainder, s)
     first, second = map(str, scope.facts)
-    assert asked(x) == set()
-    assert asked(division.quotient) == {first}
-    assert asked(further.quotient) == {first, second}
+    assert relevant(x) == set()
+    assert relevant(division.quotient) == {first}
+    assert relevant(further.quotient) == {first, second}
 
 
-def test_what_is_near_a_question() -> None:
-    """The definitions of its quotients, and what is said of its own constants; not what leads to other constants."""
+def test_near_facts_mention_only_the_question_s_constants() -> None:
+    """Near facts define its quotients or mention only its own constants; they do not link to other constants."""
     scope = Scope()
     one, other = scope.fresh("one"), scope.fresh("other")
     scope.facts += [one >= 3, one + other == 7, other <= 2]

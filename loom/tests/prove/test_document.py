@@ -1,4 +1,4 @@
-"""What the page about proofs shows is what happens."""
+"""The documentation of proofs shows what really happens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from processes import run_python
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "prove.md").read_text()
 
 
-def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_the_example_prints_the_documented_output(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     printed = re.findall(r"```text\n(.*?)```", DOCUMENT, re.DOTALL)[0]
     script = tmp_path / "script.py"

@@ -1,4 +1,4 @@
-"""What is proven is launched with sizes of its contract, and the sanitizer finds nothing."""
+"""Proven kernels are launched with sizes of their contracts, and the sanitizer finds nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from triton_loom.prove.solver import ask
 
 
 def examples(contract: Contract) -> Iterator[Example]:
-    """Some small sizes that a contract allows, and their grids."""
-    for least, most in ((1, 3), (5, 20), (17, 70), (64, 300)):
-        near = [z3.And(size >= min(size.high, least), size <= max(size.low, most)) for size in contract.sizes]
-        solution = ask([*contract.facts, *near], z3.BoolVal(False))
+    """Yield some small sizes that a contract allows, with their grids."""
+    for low, high in ((1, 3), (5, 20), (17, 70), (64, 300)):
+        wishes = [z3.And(size >= min(size.high, low), size <= max(size.low, high)) for size in contract.sizes]
+        solution = ask([*contract.facts, *wishes], z3.BoolVal(False))
         if solution.verdict == "counterexample":
             x, y, z = (solution.value(axis) for axis in contract.grid)
             sizes = {size.name: solution.value(size) for size in contract.sizes}
@@ -28,19 +28,19 @@ def examples(contract: Contract) -> Iterator[Example]:
 
 def check(kernel: Any, contract: Contract) -> None:
     cases = [(kernel, contract)] if isinstance(kernel, str) else list(variants(kernel, contract))
-    tried = [
+    results = [
         (example, launched(ttir, case, example)) for ttir, case, *_ in cases for example in examples(case)
     ]
-    assert tried
-    assert not [(example.sizes, findings) for example, findings in tried if findings]
+    assert results
+    assert not [(example.sizes, findings) for example, findings in results if findings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_corrections(name: str) -> None:
+def test_corrected_kernels_are_clean(name: str) -> None:
     check(*LAUNCHES[name](True))
 
 
 @pytest.mark.parametrize(("kernel", "contract"), list(kernels())[:1])
-def test_a_kernel_that_has_mutants(kernel: Any, contract: Contract) -> None:
+def test_a_kernel_with_mutants_is_clean_itself(kernel: Any, contract: Contract) -> None:
     check(kernel, contract)

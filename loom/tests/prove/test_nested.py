@@ -20,7 +20,7 @@ INDICES = [b >= 0, b < B, h >= 0, h < H, t >= 0, t < T, d >= 0, d < 24, B >= 1, 
 
 
 def shown(facts: list[Any]) -> Any:
-    """By what z3 does for single indices."""
+    """Return a prover of facts about single indices."""
     return lambda goal: ask(facts, goal, 300_000).verdict == "proven"
 
 
@@ -33,7 +33,7 @@ def shown(facts: list[Any]) -> Any:
         ((b * H + h) * T + t) * 24 + d % 8 * 3 + d % 3,
     ],
 )
-def test_indices_within_their_sizes(offset: Any) -> None:
+def test_indices_within_their_sizes_are_inside(offset: Any) -> None:
     assert inside(offset, B * H * T * 24, shown(INDICES))
     assert not inside(offset + 1, B * H * T * 24, shown(INDICES))
     assert not inside(offset - 1, B * H * T * 24, shown(INDICES))
@@ -46,21 +46,21 @@ def test_every_bound_is_needed(missing: int) -> None:
     assert not inside(((b * H + h) * T + t) * 24 + d, B * H * T * 24, shown(facts))
 
 
-def test_what_is_taken_apart_is_never_outside() -> None:
-    """For numbers: whatever is called inside is."""
+def test_offsets_declared_inside_are_inside() -> None:
+    """Check with numbers that every offset declared inside is."""
     values = range(-1, 4)
     for sizes in product((1, 3), repeat=2):
         for one, other in product(values, repeat=2):
-            known = [b == one, h == other, sizes[0] == B, sizes[1] == H]
+            facts = [b == one, h == other, sizes[0] == B, sizes[1] == H]
             for offset, number in (
                 (b * H + h, one * sizes[1] + other),
                 (b * H + H - 1 - h, one * sizes[1] + sizes[1] - 1 - other),
             ):
-                if inside(offset, B * H, shown(known)):
+                if inside(offset, B * H, shown(facts)):
                     assert 0 <= number < sizes[0] * sizes[1]
 
 
-def test_sums() -> None:
+def test_sums_are_compared_by_terms() -> None:
     e = z3.simplify((b + 2 * h) * (T - 3) + 5, som=True)
     assert is_same(sum_of(terms_of(e)), e)
     assert is_same(80 * d * (T + T % 2), 80 * (T * d) + (T % 2) * d * 80)
@@ -73,7 +73,7 @@ def test_sums() -> None:
 def heads(
     x_ptr, HEADS, GROUP, TOKENS, ONE_MORE: tl.constexpr, TILE: tl.constexpr = 16, DIM: tl.constexpr = 24
 ):
-    """Tokens from the end, of the head of keys that a head of queries shares."""
+    """Load tokens from the end, of the key head that a query head shares."""
     tiles = tl.cdiv(TOKENS, TILE)
     tile = tiles - 1 - tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles % HEADS
@@ -87,7 +87,7 @@ def heads(
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_heads_that_share_keys(more: int) -> None:
+def test_shared_key_heads_are_in_bounds(more: int) -> None:
     batch, keys, group, tokens = (
         symbol(name, 1, most)
         for name, most in (("batch", 2**12), ("keys", 64), ("group", 64), ("tokens", 2**20))
@@ -111,7 +111,7 @@ def test_heads_that_share_keys(more: int) -> None:
 
 @triton.jit
 def gathered(x_ptr, index_ptr, rows, cols, PAST: tl.constexpr, BLOCK: tl.constexpr = 32):
-    """Rows by a list that has one for each program, or that is read past its end."""
+    """Gather rows by a list with one entry per program, or read past its end."""
     row = tl.load(index_ptr + tl.program_id(0) + PAST).to(tl.int64)
     col = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0)
@@ -119,8 +119,8 @@ def gathered(x_ptr, index_ptr, rows, cols, PAST: tl.constexpr, BLOCK: tl.constex
 
 
 @pytest.mark.parametrize("past", [0, 1])
-def test_what_is_loaded_from_outside_is_anything(past: int) -> None:
-    """What is assumed of the elements of a list holds for its elements alone."""
+def test_values_loaded_out_of_bounds_are_arbitrary(past: int) -> None:
+    """Assumptions about the elements of a list hold only inside the list."""
     rows, cols, programs = symbol("rows", 1, 2**20), symbol("cols", 1, 2**20), symbol("programs", 1, 2**20)
     contract = Contract(
         arguments={

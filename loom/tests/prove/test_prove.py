@@ -1,4 +1,4 @@
-"""What is proven, what is refuted, and what is left open."""
+"""Proofs, counterexamples and unknowns."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def by_rows(x_ptr, y_ptr, stride, cols, WIDE: tl.constexpr, BLOCK: tl.constexpr 
         tl.store(y_ptr + row.to(tl.int64) * cols + off, x, mask=off < cols)
 
 
-def rows_of(most_columns: int, wide: bool, element: str = "f32") -> Report:
-    m, k, s = symbol("m"), symbol("k", 1, most_columns), symbol("s")
+def rows_of(max_columns: int, wide: bool, element: str = "f32") -> Report:
+    m, k, s = symbol("m"), symbol("k", 1, max_columns), symbol("s")
     contract = Contract.of(
         grid=(m,),
         arguments={
@@ -76,7 +76,7 @@ def rows_of(most_columns: int, wide: bool, element: str = "f32") -> Report:
     return prove(by_rows, contract, replay=False)
 
 
-def test_rows_of_any_stride() -> None:
+def test_rows_of_any_stride_are_proven() -> None:
     assert rows_of(2**31 - 64, wide=True).verdict == "proven"
 
 
@@ -122,13 +122,13 @@ def test_a_gap_of_a_view_is_out_of_bounds() -> None:
             assert answer.example.confirmed, answer.example.finding
 
 
-def test_what_never_happens_is_not_proven() -> None:
+def test_an_unreachable_access_is_not_proven() -> None:
     report = prove(double, flat(constants={"BLOCK": 1024}, assumptions=(n < 0,)))
     assert report.verdict == "unknown"
     assert all(answer.verdict == "unknown" for answer in report.of("reached"))
 
 
-def test_a_report_as_json() -> None:
+def test_a_report_survives_json() -> None:
     report = prove(double, flat(constants={"BLOCK": 1024, "LAST": 1}))
     assert from_json(report.json()) == report
     assert "counterexample" in str(report)
@@ -140,8 +140,8 @@ def test_a_limit_makes_unknowns() -> None:
     assert all(answer.query for answer in report.unknowns)
 
 
-def test_z3_reads_the_queries_of_what_is_unknown() -> None:
-    """Also those about two programs, whose names had a character that SMT-LIB does not allow."""
+def test_z3_parses_the_queries_of_unknowns() -> None:
+    """Questions about two programs too, whose names once had a character that SMT-LIB forbids."""
     to = Buffer("i32", n, values=lambda value, at: (value >= 0) & (value * value < n * n))
     arguments = {"to_ptr": to, "y_ptr": Buffer("f32", n), "n": n}
     contract = Contract.of(grid=(cdiv(n, 1024),), arguments=arguments, constants={"BLOCK": 1024})
@@ -151,20 +151,20 @@ def test_z3_reads_the_queries_of_what_is_unknown() -> None:
         assert not answer.query or z3.parse_smt2_string(answer.query)
 
 
-def test_what_is_not_decided_is_asked_again_from_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_an_undecided_question_is_retried_from_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
 
     def lucky(facts: Any, goal: Any, effort: int, seed: int = 0) -> solver.Solution:
-        asked.append(seed)
+        seeds.append(seed)
         return solver.Solution("proven" if seed == 1 else "unknown")
 
     monkeypatch.setattr(solver, "ask", lucky)
     assert solver.persist([], z3.BoolVal(True), {}, 7, (0,)).verdict == "unknown"
     assert solver.persist([], z3.BoolVal(True), {}, 7, solver.SEEDS).verdict == "proven"
-    assert asked == [0, 0, 1]
+    assert seeds == [0, 0, 1]
 
 
-def test_contracts_that_say_too_little() -> None:
+def test_incomplete_contracts_are_rejected() -> None:
     with pytest.raises(ContractError, match="has no range"):
         Contract.of(grid=(1,), arguments={"x_ptr": Buffer("f32", 2 * n)})
     with pytest.raises(ContractError, match="no value"):

@@ -1,4 +1,4 @@
-"""Random kernels: what the prover says of them for all sizes, and what they do at each of the few that there are."""
+"""Random kernels: the prover's claims for all sizes, compared with execution at each of the few sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARITHMETIC: tuple[Any, ...] = ("contract", "overflow", "sign", "step", "promise"
 
 
 def kernel_of(case: Case, seed: int) -> Any:
-    """The kernel, from a file that exists in Python's memory alone."""
+    """Compile the kernel from a file that exists only in Python's memory."""
     file = f"<random kernel {seed}>"
     linecache.cache[file] = (len(case.source), None, case.source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"__name__": f"random_kernel_{seed}"}
@@ -35,7 +35,7 @@ def kernel_of(case: Case, seed: int) -> Any:
 
 
 def contract_of(case: Case) -> Contract:
-    """Its contract, for all sizes up to the largest."""
+    """Return the kernel's contract, for all sizes up to the largest."""
     n, m = symbol("n", case.least, LARGEST), symbol("m", case.least, LARGEST)
     sizes = {"n": n, "m": m}
     extent, grid = eval(case.extent, sizes), eval(case.grid, sizes)
@@ -50,7 +50,7 @@ def contract_of(case: Case) -> Contract:
 
 
 def launches(case: Case, draw: random.Random) -> Iterator[tuple[dict[str, int], int, int, np.ndarray]]:
-    """(sizes, programs, extent, integers in memory) of every launch that the contract allows."""
+    """Yield (sizes, programs, extent, integers in memory) of launches that the contract allows, two per size."""
     for n, m in product(range(case.least, LARGEST + 1), repeat=2):
         sizes = {"n": n, "m": m}
         extent, programs = eval(case.extent, sizes), eval(case.grid, sizes)
@@ -63,15 +63,17 @@ def launches(case: Case, draw: random.Random) -> Iterator[tuple[dict[str, int], 
 
 
 def disagreements(case: Case, compiled: Compiled, report: Report, draw: random.Random) -> Iterator[str]:
-    """What is proven, and not so."""
+    """Yield claims that are proven but false."""
     function, names = parse(compiled.ttir).entry, ["x_ptr", "i_ptr", "n", "m"]
     fits = all(answer.verdict == "proven" for answer in report.of(*ARITHMETIC))
-    inside = {
+    in_bounds = {
         (*answer.what.split(), answer.place)
         for answer in report.of("bounds")
         if answer.verdict == "proven" and fits
     }
-    apart, covered, once = (_all_proven(report, kind) and fits for kind in ("race", "covered", "once"))
+    race_free, covered, written_once = (
+        _all_proven(report, kind) and fits for kind in ("race", "covered", "once")
+    )
     for sizes, programs, extent, integers in launches(case, draw):
         launch = Launch(function, names, sizes, {"x_ptr": np.zeros(extent, np.int64), "i_ptr": integers})
         try:
@@ -81,15 +83,15 @@ def disagreements(case: Case, compiled: Compiled, report: Report, draw: random.R
                 yield f"{undefined} at {sizes}"
             continue
         for access in accesses:
-            if not 0 <= access.element < extent and (access.kind, access.argument, access.line) in inside:
+            if not 0 <= access.element < extent and (access.kind, access.argument, access.line) in in_bounds:
                 yield f"{access} of {extent} at {sizes}"
-        if apart and _all_proven(report, "bounds") and (met := _race(accesses)):
-            yield f"{met} race at {sizes}"
+        if race_free and _all_proven(report, "bounds") and (race := _race(accesses)):
+            yield f"{race} race at {sizes}"
         stores = [a for a in accesses if a.kind == "store" and a.argument == "x_ptr"]
         written = Counter((a.element, a.program) for a in stores)
         if covered and {element for element, _ in written} < set(range(extent)):
             yield f"elements of {extent} that nobody writes at {sizes}"
-        if once and any(count > 1 for count in written.values()):
+        if written_once and any(count > 1 for count in written.values()):
             yield f"an element written twice at {sizes}"
 
 
@@ -113,8 +115,10 @@ def _race(accesses: list[Access]) -> str:
 
 
 def compared(seed: int) -> Counter[str]:
-    """How many variants of a random kernel are proven, refuted, unknown; fails if one is falsely proven. One kernel of
-    sixteen is launched as well: `UnsoundProof` must not be raised where nothing false was said."""
+    """Count the variants of a random kernel that are proven, refuted and unknown; fail if one is falsely proven.
+
+    One kernel of sixteen is also launched: `UnsoundProof` must not be raised for correct proofs.
+    """
     case, verdicts = random_case(seed), Counter[str]()
     try:
         compiled = list(variants(kernel_of(case, seed), contract_of(case)))
@@ -123,13 +127,13 @@ def compared(seed: int) -> Counter[str]:
     except Exception as error:
         if "CompilationError" not in type(error).__name__:
             raise
-        return Counter(invalid=1)  # types that Triton does not join
-    for each in compiled:
+        return Counter(invalid=1)  # types that Triton cannot unify
+    for variant in compiled:
         trials = 0 if seed % 16 else 4
-        report = prove(each.ttir, each.contract, replay=False, trials=trials, effort=EFFORT)
+        report = prove(variant.ttir, variant.contract, replay=False, trials=trials, effort=EFFORT)
         verdicts[report.verdict] += 1
         try:
-            wrong = next(disagreements(case, each, report, random.Random(seed)), None)
+            wrong = next(disagreements(case, variant, report, random.Random(seed)), None)
         except Endless:
             wrong = None
         assert wrong is None, f"seed {seed}: proven, but {wrong}\n{case.source}\n{case}\n{report}"
@@ -142,15 +146,18 @@ def test_nothing_false_is_proven(part: int) -> None:
     assert min(total["proven"], total["counterexample"]) > 0
 
 
-def test_loops_in_loops_are_read_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 1039 carries two values through two loops. It took more than twenty minutes when the prover copied all facts
-    about an iteration, not only those about the value that it looks for."""
-    known = 0
+def test_nested_loops_need_few_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 1039 carries two values through two loops.
+
+    It took more than twenty minutes when the prover copied all facts about an iteration instead of only those about the
+    value of interest.
+    """
+    fact_count = 0
 
     def counted(scope: Scope, *facts: Any, **more: Any) -> None:
-        nonlocal known
-        known += 1
-        assert known < 1000
+        nonlocal fact_count
+        fact_count += 1
+        assert fact_count < 1000
         know(scope, *facts, **more)
 
     know = Scope.know

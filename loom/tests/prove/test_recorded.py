@@ -1,4 +1,4 @@
-"""The recorded mistakes, for all sizes: each has a counterexample, its correction a proof."""
+"""The recorded mistakes for all sizes: each has a counterexample, and its correction a proof."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ KINDS = {
     "broken promise": {"promise"},
 }
 CASES = [case for case in MISTAKES if case.kind in KINDS]
-# By day, one of each kind; all of them when the slow tests run.
+# One of each kind by default; the slow tests run all of them.
 BY_DAY = {"no_tokens_at_all", "heads_of_long_sequences", "rows_of_odd_stride_called_aligned"}
 
-NOT_REPLAYED = {
-    "stride_of_another_value"
-}  # the compiled kernel has no such argument to be given another value
+NOT_REPLAYED = {"stride_of_another_value"}  # the compiled kernel has no such argument to vary
 
 
 def name_of(case: Mistake) -> str:
@@ -40,14 +38,14 @@ def test_every_mistake_of_these_kinds_has_a_contract() -> None:
 @every_case
 def test_the_mistake_has_a_counterexample(case: Mistake) -> None:
     report = prove(*LAUNCHES[name_of(case)](False))
-    found = [answer for answer in report.counterexamples if answer.kind in KINDS[case.kind]]
-    assert found, report
-    confirmed = any(answer.example is not None and answer.example.confirmed for answer in found)
+    answers = [answer for answer in report.counterexamples if answer.kind in KINDS[case.kind]]
+    assert answers, report
+    confirmed = any(answer.example is not None and answer.example.confirmed for answer in answers)
     assert confirmed or name_of(case) in NOT_REPLAYED, report
     lines = {str(line) for line in case.lines()}
-    assert any(answer.place.rpartition(":")[2] in lines for answer in found), report
+    assert any(answer.place.rpartition(":")[2] in lines for answer in answers), report
     if case.argument and not case.kind.startswith("broken"):
-        assert case.argument in {answer.what.split()[-1] for answer in found}, report
+        assert case.argument in {answer.what.split()[-1] for answer in answers}, report
 
 
 @every_case

@@ -1,4 +1,4 @@
-"""What must not be proven is not: each of these was, or could be, proven by a mistake in the prover."""
+"""False claims are not proven: each of these was once proven, or could be, through a bug in the prover."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of(text: str, extent: Any, **more: Any) -> Report:
         ("%b = arith.trunci %n : i32 to i1\n%o = arith.extui %b : i1 to i32", 2),
     ],
 )
-def test_operations(offset: str, extent: Any) -> None:
+def test_integer_operations_have_exact_ranges(offset: str, extent: Any) -> None:
     assert of(ttir(loaded_at(offset)), extent).verdict == "proven"
     one_less = of(ttir(loaded_at(offset)), extent - 1)
     assert one_less.verdict in ("counterexample", "unknown")
@@ -56,7 +56,7 @@ def test_operations(offset: str, extent: Any) -> None:
 @pytest.mark.parametrize(
     "offset",
     [
-        "%b = arith.trunci %n : i32 to i1\n%o = arith.extsi %b : i1 to i32",  # is -1 for odd n
+        "%b = arith.trunci %n : i32 to i1\n%o = arith.extsi %b : i1 to i32",  # -1 for odd n
         "%c = arith.constant -1 : i32\n%o = arith.xori %n, %c : i32",
         "%c = arith.constant 2147483647 : i32\n%o = arith.addi %n, %c : i32",
         "%o = math.popcount %n : i32",
@@ -69,13 +69,13 @@ def test_offsets_that_may_be_anything(offset: str) -> None:
     assert report.verdict != "proven"
 
 
-def test_an_operation_that_is_not_known_is_said() -> None:
+def test_an_unknown_operation_is_reported() -> None:
     body = f"{loaded_at('%o = arith.subi %n, %n : i32')}\n tt.unheard_of %n : i32"
     report = of(ttir(body), n)
     assert verdicts(report, "modelled") == ["unknown"]
 
 
-def test_a_call_is_not_looked_into() -> None:
+def test_a_call_is_unknown() -> None:
     text = ttir("tt.call @f(%x_ptr) : (!tt.ptr<f32>) -> ()").rstrip("}") + (
         " tt.func private @f(%p: !tt.ptr<f32>) {\n tt.return\n }\n}"
     )
@@ -90,7 +90,7 @@ def scatter(x_ptr, index_ptr, y_ptr, n, BLOCK: tl.constexpr = 64):
 
 
 @pytest.mark.parametrize(("distinct", "verdict"), [(True, "proven"), (False, "counterexample")])
-def test_places_that_are_loaded_race_unless_they_differ(distinct: bool, verdict: str) -> None:
+def test_loaded_indices_race_unless_they_are_distinct(distinct: bool, verdict: str) -> None:
     rows = symbol("rows", 1, 2**20)
     index = Buffer("i32", n, values=lambda v: z3.And(v >= -1, v < rows), distinct=distinct)
     arguments = {"x_ptr": Buffer("f32", n), "index_ptr": index, "y_ptr": Buffer("f32", rows), "n": n}
@@ -107,7 +107,7 @@ def in_place(x_ptr, y_ptr, n, BLOCK: tl.constexpr = 64):
 
 
 @pytest.mark.parametrize(("storage", "verdict"), [(None, "proven"), ("x_ptr", "counterexample")])
-def test_two_arguments_in_one_memory_race(storage: str | None, verdict: str) -> None:
+def test_arguments_that_share_memory_race(storage: str | None, verdict: str) -> None:
     arguments = {"x_ptr": Buffer("f32", n), "y_ptr": Buffer("f32", n, storage=storage), "n": n}
     report = prove(in_place, Contract.of(grid=(cdiv(n, 64),), arguments=arguments), replay=False)
     assert report.verdict == verdict, report
@@ -121,8 +121,8 @@ def carried(x_ptr, index_ptr, n, steps):
         at = tl.load(index_ptr + at)
 
 
-def test_what_a_loop_carries_may_be_anything_that_is_in_memory() -> None:
-    """That an index is one holds of those in the buffer: whether the one before was read from there is not known."""
+def test_a_loop_may_carry_any_value_from_memory() -> None:
+    """Only the buffer's elements are valid indices; whether the previous index was in the buffer is unknown."""
     for allowed, verdict in ((n, "unknown"), (n + 1, "unknown")):
         index = Buffer("i32", n, values=below(allowed))
         arguments = {"x_ptr": Buffer("f32", n), "index_ptr": index, "n": n, "steps": symbol("steps", 1, 100)}
@@ -141,8 +141,8 @@ def halved(x_ptr, n):
         tl.store(x_ptr + n, 1.0)
 
 
-def test_a_loop_that_is_not_counted() -> None:
-    """What it carries is not known: that n // 2 is less than n is, because the loop's condition holds."""
+def test_values_of_while_loops_are_unknown() -> None:
+    """The carried value is unknown, even though n // 2 < n follows from the loop's condition."""
     report = prove(
         halved, Contract.of(grid=(1,), arguments={"x_ptr": Buffer("f32", n), "n": n}), replay=False
     )
@@ -156,7 +156,7 @@ def largest(x_ptr, y_ptr, COLS: tl.constexpr):
 
 
 @pytest.mark.parametrize(("extent", "verdict"), [(64, "proven"), (63, "unknown")])
-def test_the_place_of_a_maximum_is_a_lane(extent: int, verdict: str) -> None:
+def test_the_index_of_a_maximum_is_a_lane(extent: int, verdict: str) -> None:
     arguments = {"x_ptr": Buffer("f32", 64), "y_ptr": Buffer("f32", extent)}
     report = prove(largest, Contract.of(grid=(1,), arguments=arguments, constants={"COLS": 64}), replay=False)
     (store,) = [answer for answer in report.of("bounds") if answer.what == "store y_ptr"]
@@ -171,9 +171,9 @@ def summed(x_ptr, n, stride):
     tl.store(x_ptr + at, 1.0)
 
 
-@pytest.mark.parametrize(("most", "verdict"), [(2**10, "proven"), (2**20, "counterexample")])
-def test_a_sum_that_a_loop_leaves_has_to_fit(most: int, verdict: str) -> None:
-    stride, times = symbol("stride", 1, most), symbol("times", 1, most)
+@pytest.mark.parametrize(("limit", "verdict"), [(2**10, "proven"), (2**20, "counterexample")])
+def test_a_loop_s_sum_must_fit_its_type(limit: int, verdict: str) -> None:
+    stride, times = symbol("stride", 1, limit), symbol("times", 1, limit)
     arguments = {"x_ptr": Buffer("f32", stride * times + 1), "n": times, "stride": stride}
     report = prove(summed, Contract.of(grid=(1,), arguments=arguments), replay=False)
     assert report.verdict == verdict, report

@@ -1,6 +1,6 @@
-"""Kernels that go wrong at some sizes of their contract, each in a way that a prover may overlook, are not proven.
+"""Kernels that are wrong at some sizes of their contract, each in a way that a prover may overlook, are not proven.
 
-Each of them was called proven once. The sanitizer confirms that they are wrong.
+Each was once called proven. The sanitizer confirms that they are wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from triton_loom.prove import Buffer, Contract, ContractError, Report, cdiv, pro
 from triton_loom.prove.compiling import renamed, variants
 
 
-def below(limit: Any, least: int = 0) -> Any:
-    return lambda v: z3.And(v >= least, v < limit)
+def below(limit: Any, minimum: int = 0) -> Any:
+    return lambda v: z3.And(v >= minimum, v < limit)
 
 
 def refuted(report: Report, kind: Any = "bounds") -> bool:
@@ -37,7 +37,7 @@ def swapped(x_ptr, n, m, BLOCK: tl.constexpr):
 
 
 def test_arguments_are_bound_by_position() -> None:
-    """TTIR prints an argument by the Python variable that held it last."""
+    """TTIR prints an argument under the Python variable that last held it."""
     n, m = symbol("n", 1, 64), symbol("m", 1, 64)
     report = prove(
         swapped, grid=(1,), args={"x_ptr": Buffer("f32", n), "n": n, "m": m, "BLOCK": 64}, replay=False
@@ -45,7 +45,7 @@ def test_arguments_are_bound_by_position() -> None:
     assert refuted(report), report
 
 
-def test_other_values_give_way_to_the_names_of_arguments() -> None:
+def test_argument_names_take_precedence_over_other_values() -> None:
     text = "tt.func public @k(%b: i32, %a: i32) {\n %n = arith.addi %a, %b : i32\n}"
     assert renamed(text, ["n", "m"]) == (
         "tt.func public @k(%n: i32, %m: i32) {\n %n$other = arith.addi %m, %n : i32\n}"
@@ -61,7 +61,7 @@ def named_product(i_ptr, x_ptr, n):
     tl.store(x_ptr + product, 1.0, mask=pid * n > product)
 
 
-def test_a_kernel_cannot_take_the_prover_s_own_names() -> None:
+def test_kernels_cannot_forge_the_prover_s_names() -> None:
     n, m = symbol("n", 1, 1000), symbol("m", 1, 1000)
     args = {"i_ptr": Buffer("i32", 1, values=below(m)), "x_ptr": Buffer("f32", m), "n": n}
     assert refuted(prove(named_product, grid=(100,), args=args, replay=False), "race")
@@ -75,7 +75,7 @@ def not_linear(x_ptr, stride, cols, BLOCK: tl.constexpr):
     tl.store(x_ptr + row * stride + col + tl.where(stride > 128, 4096, 0), 1.0, mask=col < cols)
 
 
-def test_an_offset_that_is_not_linear_in_the_stride() -> None:
+def test_an_offset_nonlinear_in_the_stride_is_refuted() -> None:
     rows, cols, stride = symbol("rows", 1, 1000), symbol("cols", 1, 64), symbol("stride", 1, 1000)
     args = {
         "x_ptr": Buffer.strided("f32", (rows, cols), (stride, 1)),
@@ -116,8 +116,8 @@ def test_unsigned_arguments_are_passed_as_their_bits() -> None:
     contract = Contract.of(grid=(1,), arguments={"x_ptr": Buffer("f32", n), "n": n}, constants={"BLOCK": 64})
     ((_, case, *_),) = variants(unsigned_size, contract)
     passed = case.arguments["n"]
-    for given, wanted in ((0, 0), (2**31 - 1, 2**31 - 1), (2**31, -(2**31)), (2**32 - 1, -1)):
-        assert z3.simplify(z3.substitute(passed, (n, z3.IntVal(given)))).as_long() == wanted
+    for argument, wanted in ((0, 0), (2**31 - 1, 2**31 - 1), (2**31, -(2**31)), (2**32 - 1, -1)):
+        assert z3.simplify(z3.substitute(passed, (n, z3.IntVal(argument)))).as_long() == wanted
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def stored_index(i_ptr, x_ptr, n):
     tl.store(x_ptr + at, 1.0, mask=pid == 0)
 
 
-def test_what_a_kernel_writes_is_not_what_the_contract_says() -> None:
+def test_contracts_do_not_describe_memory_that_the_kernel_writes() -> None:
     n = symbol("n", 1, 2**20)
     args = {"i_ptr": Buffer("i32", n, values=below(n)), "x_ptr": Buffer("f32", n), "n": n}
     report = prove(stored_index, grid=(n,), args=args)
@@ -146,7 +146,7 @@ def counted_bytes(t_ptr, i_ptr, n, BLOCK: tl.constexpr):
 @pytest.mark.parametrize(
     ("bins", "verdict"), [(128, "counterexample"), (199, "counterexample"), (200, "proven")]
 )
-def test_elements_of_unsigned_tensors_have_no_sign(bins: int, verdict: str) -> None:
+def test_elements_of_unsigned_tensors_are_unsigned(bins: int, verdict: str) -> None:
     n = symbol("n", 1, 2**20)
     args = {"t_ptr": Buffer("i32", bins), "i_ptr": Buffer("u8", n, values=below(200)), "n": n, "BLOCK": 64}
     assert prove(counted_bytes, grid=(cdiv(n, 64),), args=args, replay=False).verdict == verdict
@@ -162,7 +162,7 @@ def counts_down(x_ptr, n, step):
     tl.store(x_ptr + s, 1.0)
 
 
-def test_a_fact_of_a_loop_holds_where_the_loop_runs() -> None:
+def test_a_fact_of_a_loop_holds_only_where_the_loop_runs() -> None:
     n, step = symbol("n", 1, 1000), symbol("step", -8, 8)
     args = {"x_ptr": Buffer("f32", n + 1), "n": n, "step": step}
     assert refuted(prove(counts_down, grid=(1,), args=args, replay=False))
@@ -178,7 +178,7 @@ def maximum_of_one_branch(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + s, 1.0)
 
 
-def test_a_fact_of_one_branch_says_nothing_of_the_other() -> None:
+def test_a_fact_of_one_branch_does_not_hold_in_the_other() -> None:
     n = symbol("n", 1, 2**20)
     args = {"x_ptr": Buffer("f32", n), "n": n, "BLOCK": 64}
     report = prove(maximum_of_one_branch, grid=(1,), args=args, assumptions=(z3.Or(n < 1000, n > 4096),))
@@ -194,8 +194,8 @@ def carried_beyond_its_type(x_ptr, i_ptr, n):
     tl.store(x_ptr + last * 0, 1.0, mask=start > 0)
 
 
-def test_what_a_loop_begins_with_has_to_fit_its_type() -> None:
-    """That the loop leaves a number of its type must not show that it began with one."""
+def test_a_loop_s_initial_value_must_fit_its_type() -> None:
+    """A result that fits its type does not imply an initial value that fits."""
     n = symbol("n", 0, 10)
     args = {"x_ptr": Buffer("f32", 1), "i_ptr": Buffer("i32", 1), "n": n}
     assert refuted(prove(carried_beyond_its_type, grid=(1,), args=args, replay=False), "overflow")
@@ -207,7 +207,7 @@ def either_bits(x_ptr, n, m):
     tl.store(x_ptr + bits * 0, 1.0, mask=bits > 0)
 
 
-def test_bits_of_what_does_not_fit() -> None:
+def test_bits_of_an_overflowing_product_are_refuted() -> None:
     n, m = symbol("n", 1, 2**20), symbol("m", 1, 2**20)
     args = {"x_ptr": Buffer("f32", 1), "n": n, "m": m}
     assert refuted(prove(either_bits, grid=(1,), args=args, replay=False), "overflow")
@@ -219,7 +219,7 @@ def by_stride(x_ptr, y_ptr, n, stride, BLOCK: tl.constexpr):
     tl.store(y_ptr + off, tl.load(x_ptr + off * stride, mask=off < n), mask=off < n)
 
 
-def test_negative_strides_and_extents_are_no_silent_exceptions() -> None:
+def test_negative_strides_and_extents_are_reported() -> None:
     n, stride = symbol("n", 1, 2**20), symbol("stride", -8, 8)
     args = {"y_ptr": Buffer("f32", n), "n": n, "stride": stride, "BLOCK": 64}
     strided = prove(
@@ -232,7 +232,7 @@ def test_negative_strides_and_extents_are_no_silent_exceptions() -> None:
     assert "which no tensor has" in str(strided)
 
 
-def test_arguments_beyond_their_type_are_no_silent_exceptions() -> None:
+def test_arguments_that_exceed_their_type_are_reported() -> None:
     n = symbol("n", 1, 2**40)
     text = """module {
  tt.func public @kernel(%x_ptr: !tt.ptr<f32>, %n: i32) {
@@ -266,8 +266,8 @@ def adds(x_ptr, n):
 @pytest.mark.parametrize(
     ("kernel", "verdict"), [(swaps_if_five, "unknown"), (adds, "unknown"), (exchanges, "proven")]
 )
-def test_an_output_is_written_by_what_replaces_it(kernel: Any, verdict: str) -> None:
-    """A swap that fails writes nothing, and a sum is made from what was there."""
+def test_only_unconditional_replacement_covers_an_output(kernel: Any, verdict: str) -> None:
+    """A failing swap writes nothing, and a sum depends on the old value."""
     n = symbol("n", 1, 100)
     report = prove(
         kernel, grid=(n,), args={"x_ptr": Buffer("i32", n), "n": n}, outputs=("x_ptr",), replay=False
@@ -284,7 +284,7 @@ def repeated(y_ptr, n, BLOCK: tl.constexpr):
         i += 1
 
 
-def test_a_store_that_a_while_loop_repeats_is_not_once() -> None:
+def test_a_store_repeated_by_a_while_loop_is_not_proven_once() -> None:
     n = symbol("n", 2, 100)
     args = {"y_ptr": Buffer("i32", 64), "n": n, "BLOCK": 64}
     report = prove(repeated, grid=(1,), args=args, outputs=("y_ptr",), replay=False)
@@ -300,7 +300,7 @@ def adds_in_scope(x_ptr, n, BLOCK: tl.constexpr, SCOPE: tl.constexpr):
 @pytest.mark.parametrize(
     ("scope", "verdict"), [("cta", "counterexample"), ("gpu", "proven"), ("sys", "proven")]
 )
-def test_atomics_of_one_program_s_scope_race_with_another_s(scope: str, verdict: str) -> None:
+def test_atomics_of_cta_scope_race_between_programs(scope: str, verdict: str) -> None:
     n, programs = symbol("n", 1, 64), symbol("programs", 1, 100)
     args = {"x_ptr": Buffer("f32", n), "n": n, "BLOCK": 64, "SCOPE": scope}
     report = prove(adds_in_scope, grid=(programs,), args=args, replay=False)
@@ -315,7 +315,7 @@ def described(x_ptr, y_ptr, m, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_descriptors_of_kernels_are_asked_about(aligned: bool) -> None:
+def test_descriptors_made_by_kernels_are_checked(aligned: bool) -> None:
     m, n = symbol("m", 1, 2**14), symbol("n", 1, 2**14)
     grid = (cdiv(m, 16), cdiv(n, 16))
     args = {
@@ -330,7 +330,7 @@ def test_descriptors_of_kernels_are_asked_about(aligned: bool) -> None:
     assert len(report.of("descriptor")) == 2
 
 
-# ---- what a stranger writes -----------------------------------------------------------------------------------------
+# ---- launches as users write them -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -356,7 +356,7 @@ tensors = {"x_ptr": Buffer(torch.float32, size), "y_ptr": Buffer("f32", size), "
         (copy, (-(-size // 64),), {"BLOCK": 64}),
     ],
 )
-def test_launches_as_they_are_written(kernel: Any, grid: Any, more: dict[str, Any]) -> None:
+def test_common_ways_to_write_a_launch_are_accepted(kernel: Any, grid: Any, more: dict[str, Any]) -> None:
     assert prove(kernel, grid=grid, args={**tensors, **more}, replay=False).verdict == "proven"
 
 
@@ -386,7 +386,7 @@ def test_mistakes_in_a_contract_are_named(kernel: Any, args: dict[str, Any], mes
         prove(kernel, grid=(1,), args=args)
 
 
-def test_elements_and_sizes_that_are_no_such() -> None:
+def test_unknown_dtypes_and_conflicting_ranges_are_rejected() -> None:
     with pytest.raises(ContractError, match="a buffer has elements of fp32: give a dtype"):
         Buffer("fp32", 4)
     with pytest.raises(ContractError, match="n is 1 to 20 in one place, and 1 to 10 in another"):
@@ -396,7 +396,7 @@ def test_elements_and_sizes_that_are_no_such() -> None:
 @pytest.mark.parametrize(
     ("first", "verdict"), [(size, "proven"), (size - 1, "counterexample"), (0, "proven")]
 )
-def test_two_views_of_one_tensor(first: Any, verdict: str) -> None:
+def test_overlapping_views_of_one_tensor_race(first: Any, verdict: str) -> None:
     y = Buffer("f32", size, storage="x_ptr", first=first)
     args = {"x_ptr": Buffer("f32", size), "y_ptr": y, "n": size, "BLOCK": 64}
     report = prove(copy, grid=(cdiv(size, 64),), args=args, replay=False)

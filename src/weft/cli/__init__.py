@@ -1,4 +1,4 @@
-"""What a person types: `weft doctor`, or `python -m weft doctor`."""
+"""Command line: `weft doctor`, or `python -m weft doctor`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             complain(str(error))
             return 2
         except KeyboardInterrupt:
-            interrupt.tell()
+            interrupt.report()
             return EXIT_CODE
 
 
 def _unrecognized(rest: Sequence[str], takes_op: bool) -> Refused:
-    """Return the refusal of arguments that a command does not know; the name of an op without its option is easy to
-    recognize."""
+    """Return the refusal of arguments that a command does not know, with a hint for an op named without its option."""
     known = {*public_ops(), *catalogue}
-    hint = f": ops are named by `--op {rest[0]}`" if takes_op and rest[0] in known else ""
+    hint = f": select an op with `--op {rest[0]}`" if takes_op and rest[0] in known else ""
     return Refused(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
-# The library's own commands are in this package, those of the laboratory in `weft.lab`. A command is loaded when it is
-# chosen: asking what a machine has does not load what judges binaries.
+# The library's own commands are in this package, the laboratory's in `weft.lab`. A command is loaded only when chosen:
+# `weft doctor` does not load the code that inspects binaries.
 COMMANDS = {
     "doctor": "weft.cli.doctor",
     "verify": "weft.lab.commands.verify",
@@ -55,11 +54,11 @@ COMMANDS = {
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of one command, or of all if the chosen one is not known."""
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="weft", description="Fused Triton kernels, proven before they meet a GPU."
     )
-    made.add_argument("--version", action="version", version=f"weft {__version__}")
-    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    result.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in [chosen] if chosen in COMMANDS else COMMANDS:
         import_module(COMMANDS[name]).add_command(commands)
-    return made
+    return result

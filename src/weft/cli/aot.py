@@ -1,4 +1,4 @@
-"""`weft aot`: kernels compiled ahead of time into a file, and what such a file holds."""
+"""`weft aot`: compile kernels ahead of time into a bundle, and inspect bundles."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .screen import Refused, Steps, complain
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("aot", help="compile kernels ahead of time into a bundle; no GPU is needed")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    build = actions.add_parser("build", help="compile what workloads launch on a target")
+    build = actions.add_parser("build", help="compile the kernels that workloads launch on a target")
     build.add_argument("--target", required=True, choices=("cpu", *TARGETS))
-    add_workload(build, "only workloads whose name has this in it: deepseek-v3; may be repeated")
+    add_workload(build, "only workloads whose name contains this: deepseek-v3; may be repeated")
     add_op(build)
     add_workers(build, "compilers")
     build.add_argument("--out", type=output_file, required=True, metavar="FILE")
     build.set_defaults(run=run_build)
-    inspect = actions.add_parser("inspect", help="what a bundle holds")
+    inspect = actions.add_parser("inspect", help="list the kernels of a bundle")
     inspect.add_argument("file", type=Path)
     inspect.set_defaults(run=run_inspect)
 
@@ -37,7 +37,7 @@ def run_build(args: argparse.Namespace) -> int:
     if args.target == "cpu":
         require("weft aot build --target cpu")
     require_cache()
-    # The one command of the library that asks the laboratory: which calls a model makes.
+    # The one library command that needs the laboratory, which knows the calls of a model.
     from ..lab.commands.ahead import calls_of, compile_in_children
     from ..lab.commands.chosen import workloads_named
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, checked before a command begins its work."""
+"""Arguments that several commands share, checked before a command begins its work."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def add_op(parser: Any) -> None:
     )
 
 
-def add_workload(
-    parser: Any, help: str = "only workloads whose name has this in it; may be repeated"
-) -> None:
+def add_workload(parser: Any, help: str = "only workloads whose name contains this; may be repeated") -> None:
     """Add `--workload`; the value is a list of texts for `weft.lab.commands.chosen.workloads_named`."""
     parser.add_argument("--workload", action="append", default=[], metavar="TEXT", help=help)
 
@@ -53,24 +51,24 @@ def add_most(parser: Any, default: float) -> None:
         type=positive,
         default=default,
         metavar="MB",
-        help="give workloads that move more than this fewer rows (%(default)s)",
+        help="shrink workloads that move more than this many MB (%(default)s)",
     )
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of arguments: integers from `least` on."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argument type for integers of at least `minimum`."""
 
     def integer(text: str) -> int:
         value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}; got {value}")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}; got {value}")
         return value
 
     return integer
 
 
 def positive(text: str) -> float:
-    """Return a finite number above 0."""
+    """Parse a finite number above 0."""
     value = float(text)
     if not (value > 0 and math.isfinite(value)):
         raise argparse.ArgumentTypeError(f"must be above 0 and finite; got {text}")
@@ -78,12 +76,12 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file that can be written: a command says so before its work, not after."""
+    """Return the path of a writable file, so that a command fails before its work, not after."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a directory; name a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}; create it first")
+        raise argparse.ArgumentTypeError(f"directory {path.parent} does not exist; create it first")
     try:
         if path.exists():
             path.open("ab").close()
@@ -98,21 +96,21 @@ def picture_file(text: str) -> Path:
     """Return the path of a picture that can be written."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"a picture is a file {', '.join(PICTURES)}; got {path}")
+        raise argparse.ArgumentTypeError(f"a picture must end in {', '.join(PICTURES)}; got {path}")
     return path
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device of that name, on which tensors can be made, or refuse it."""
+    """Return the device of that name if tensors can be allocated on it, or refuse it."""
     try:
         try:
             device = torch.device(name)
-        except RuntimeError:  # which lists devices that Weft does not run on
-            raise Refused(f"{name!r} is no device: use cpu, cuda or cuda:0") from None
+        except RuntimeError:  # whose message lists devices that Weft does not run on
+            raise Refused(f"{name!r} is not a device: use cpu, cuda or cuda:0") from None
         if device.type not in ("cpu", "cuda"):
             raise Refused(f"Weft has no kernels for {device}: use cpu or cuda")
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise Refused("PyTorch sees no GPU here; `weft doctor` says what this machine has")
+            raise Refused("PyTorch sees no GPU here; `weft doctor` shows what this machine has")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise Refused(str(error).splitlines()[0]) from None

@@ -1,7 +1,7 @@
-"""`weft doctor`: what this machine has, what runs where, whether it works, and what to do if it does not.
+"""`weft doctor`: show what this machine has, what runs where, whether it works, and how to fix what does not.
 
-Everything is gathered first, each question by itself so that a broken answer to one leaves the others standing,
-into a `Report` of plain data. The table on the screen and `--json` show the same report.
+Everything is gathered first into a `Report` of plain data, each question separately so that one failure leaves the
+other answers standing. The table on the screen and `--json` show the same report.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .screen import plain_table
 
 T = TypeVar("T")
 
-SUPPORTED_TRITON = ("3.7", "3.10")  # from the first, below the second
+SUPPORTED_TRITON = ("3.7", "3.10")  # from the first version, below the second
 
-# What changes how kernels are compiled or found. Nothing else of the environment is reported.
+# Variables that change how kernels are compiled or found. No others are reported.
 VARIABLES = (
     "CC",
     "CUDA_VISIBLE_DEVICES",
@@ -54,7 +54,7 @@ PREFIXES = ("TRITON_", "WEFT_", "LOOM_")
 
 @dataclass
 class Fact:
-    """One line of what the machine has."""
+    """Fact about the machine."""
 
     name: str
     value: str
@@ -63,20 +63,20 @@ class Fact:
 
 @dataclass
 class Device:
-    """One device, and who computes on it."""
+    """Device, and the implementations that serve it."""
 
-    name: str  # as torch calls it: cpu, cuda:0
+    name: str  # PyTorch's name: cpu, cuda:0
     hardware: str
     runs: str
     fp8: str
-    products: str = "reference"  # who multiplies what
-    attention: str = "reference"  # who attends
+    products: str = "reference"  # the engines of products
+    attention: str = "reference"  # the engine of attention
     capabilities: dict[str, Any] | None = None
 
 
 @dataclass
 class Check:
-    """One op run on one device."""
+    """Self-test of one op on one device."""
 
     device: str
     op: str
@@ -88,19 +88,19 @@ class Check:
 
 @dataclass
 class Advice:
-    """`broken`: something that is present does not work. Otherwise it is only missing."""
+    """Advice on something that is broken, meaning present but not working, or merely missing."""
 
     what: str
     command: str
     broken: bool
-    optional: bool = False  # it is missing for commands alone that few people run
+    optional: bool = False  # only commands that few people run need it
 
 
 @dataclass
 class Cache:
     path: str
     bytes: int = 0
-    complete: bool = True  # all files were counted
+    complete: bool = True  # whether all files were counted
     writable: bool = False
     problem: str = ""
 
@@ -127,7 +127,7 @@ def add_command(commands: Any) -> None:
         description="Show what this machine has, what runs where, and what to fix. "
         "The exit code is 0 if everything that is present works.",
     )
-    parser.add_argument("--json", action="store_true", help="the same as JSON, for a bug report")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, for a bug report")
     parser.set_defaults(run=run)
 
 
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Report:
-    """Ask everything. Raises nothing: what goes wrong is part of the report."""
+    """Gather the report. Raises nothing: whatever fails is part of the report."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", loom.DETOUR)  # the report says so
         return _examine()
@@ -162,7 +162,7 @@ def _examine() -> Report:
             question(report)
         except Exception as error:
             name = question.__name__.strip("_").replace("_", "-")
-            report.facts.append(Fact(name, f"could not be examined: {_whole(error)}", ok=False))
+            report.facts.append(Fact(name, f"could not be examined: {_full_text(error)}", ok=False))
             report.advice.append(Advice(f"{name} could not be examined", "weft doctor --json", broken=True))
     return report
 
@@ -183,7 +183,7 @@ def _software(report: Report) -> None:
         if os.path.exists("/dev/nvidia0"):
             report.advice.append(
                 Advice(
-                    "There is an NVIDIA GPU, and torch was built without CUDA",
+                    "There is an NVIDIA GPU, but torch was built without CUDA",
                     f"{loom.pip()} install --force-reinstall torch",
                     broken=False,
                 )
@@ -191,7 +191,7 @@ def _software(report: Report) -> None:
         elif os.path.exists("/dev/kfd"):
             report.advice.append(
                 Advice(
-                    "There is an AMD GPU, and torch was built without ROCm: choose a build",
+                    "There is an AMD GPU, but torch was built without ROCm: choose a build",
                     "https://pytorch.org/get-started/locally",
                     broken=False,
                 )
@@ -214,7 +214,11 @@ def _software(report: Report) -> None:
         return
     version = metadata.version("triton")
     supported = _number(SUPPORTED_TRITON[0]) <= _number(version) < _number(SUPPORTED_TRITON[1])
-    note = "" if supported else f"; tested are {SUPPORTED_TRITON[0]} and later, below {SUPPORTED_TRITON[1]}"
+    note = (
+        ""
+        if supported
+        else f"; tested versions are {SUPPORTED_TRITON[0]} and later, below {SUPPORTED_TRITON[1]}"
+    )
     report.facts.append(Fact("Triton", version + note, ok=supported))
     if not supported:
         report.advice.append(
@@ -236,7 +240,7 @@ def _loom(report: Report) -> None:
     except toolchain.BuildError as error:
         report.facts.append(Fact("C++ compiler", str(error), ok=False))
         wrong = os.environ.get("CXX", "").strip()
-        what = f"CXX={wrong} names no compiler" if wrong else "Loom found no C++ compiler"
+        what = f"CXX={wrong} is not a compiler" if wrong else "Loom found no C++ compiler"
         report.advice.append(
             Advice(
                 f"{what}, so ops on CPU tensors run in plain PyTorch",
@@ -257,15 +261,15 @@ def _driver(report: Report) -> None:
         active = driver.active
         target = active.get_current_target()
     except Exception as error:
-        several = "0 active" not in str(error)  # none at all is how a machine without a GPU looks
+        several = "0 active" not in str(error)  # a machine without a GPU has none at all
         report.facts.append(
-            Fact("Triton driver", "none: " + _whole(error) if several else "none", ok=not several)
+            Fact("Triton driver", "none: " + _full_text(error) if several else "none", ok=not several)
         )
         chosen = os.environ.get("TRITON_DEFAULT_BACKEND")
         if chosen:
             report.advice.append(
                 Advice(
-                    f"TRITON_DEFAULT_BACKEND={chosen} names no driver", "unset TRITON_DEFAULT_BACKEND", True
+                    f"TRITON_DEFAULT_BACKEND={chosen} is not a driver", "unset TRITON_DEFAULT_BACKEND", True
                 )
             )
         elif several:
@@ -273,7 +277,7 @@ def _driver(report: Report) -> None:
                 Advice("Triton has several drivers", "export TRITON_DEFAULT_BACKEND=nvidia", True)
             )
         return
-    # Triton calls a compute capability 90, everybody else sm_90.
+    # Triton calls a compute capability 90, everyone else sm_90.
     arch = f"sm_{target.arch}" if isinstance(target.arch, int) else target.arch
     report.facts.append(Fact("Triton driver", f"{type(active).__name__}: {target.backend}, {arch}"))
 
@@ -304,7 +308,7 @@ def _cache(report: Report) -> None:
         what = f"Triton cannot write to its cache: {cache.problem}"
         report.advice.append(Advice(what, "export TRITON_CACHE_DIR=$(mktemp -d)", broken=True))
     elif cache.problem:
-        what = f"Loom runs no code from a cache that {cache.problem}"
+        what = f"Loom refuses to run code from a cache that {cache.problem}"
         report.advice.append(Advice(what, f"chmod go-w {shlex.quote(cache.path)}", broken=True))
 
 
@@ -327,7 +331,7 @@ def _devices(report: Report) -> None:
                 _describe(gpu, "Triton")
         except Exception as error:
             gpu.runs, gpu.fp8 = "nothing", "none"
-            what = str(error) if isinstance(error, RuntimeError) else _whole(error)
+            what = str(error) if isinstance(error, RuntimeError) else _full_text(error)
             report.advice.append(
                 Advice(f"{gpu.name}: {what}", "with weft.backend('reference'):  # plain PyTorch there", True)
             )
@@ -350,31 +354,31 @@ def _describe(device: Device, runs: str) -> None:
 
 
 def _packages(report: Report) -> None:
-    """Advise to install what commands refuse to run without."""
+    """Advise installing the packages without which commands refuse to run."""
     advised = {advice.command for advice in report.advice}
     for package in missing():
         command = package.install()
         if command not in advised and (
             language.TRITON or package.module != "triton_loom"
-        ):  # Loom is of no use without Triton
+        ):  # Loom needs Triton
             report.advice.append(Advice(package.purpose, command, broken=False, optional=package.optional))
 
 
 def _environment(report: Report) -> None:
     if language.INTERPRETED:
-        what = "TRITON_INTERPRET=1 turns Weft's kernels off, and everything runs in plain PyTorch"
+        what = "TRITON_INTERPRET=1 disables Weft's kernels, so everything runs in plain PyTorch"
         report.advice.append(Advice(what, "unset TRITON_INTERPRET", broken=False))
     if is_on("WEFT_NO_JIT"):
         report.facts.append(Fact("WEFT_NO_JIT", "kernels that are not compiled yet are errors"))
         report.advice.append(
-            Advice("WEFT_NO_JIT lets the self-test compile nothing", "unset WEFT_NO_JIT", False)
+            Advice("WEFT_NO_JIT keeps the self-test from compiling", "unset WEFT_NO_JIT", False)
         )
     for name in report.environment:
         if name.startswith("WEFT_") and name not in VARIABLES_OF_WEFT:
             near = difflib.get_close_matches(name, VARIABLES_OF_WEFT, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             report.advice.append(
-                Advice(f"Weft reads no variable {name}{hint}", f"unset {name}", broken=False)
+                Advice(f"Weft does not read the variable {name}{hint}", f"unset {name}", broken=False)
             )
 
 
@@ -391,48 +395,53 @@ def _self_test(report: Report) -> None:
             try:
                 test(check, torch.device(device.name))
             except Exception as error:
-                check.ok, check.error = False, _whole(error)
+                check.ok, check.error = False, _full_text(error)
     if any(check.error.startswith("BuildError") for check in report.checks):
-        what = "The C++ compiler does not build kernels; what it said is above. To install one"
+        what = "The C++ compiler does not build kernels; its output is above. To install one"
         report.advice.append(Advice(what, _install_compiler(), broken=True))
 
 
 def _test_norm(check: Check, device: torch.device) -> None:
-    x, weight = _numbers().to(device), torch.linspace(0.5, 1.5, 384, device=device)
+    x, weight = _test_input().to(device), torch.linspace(0.5, 1.5, 384, device=device)
     y = _timed(check, device, lambda: rms_norm(x, weight))
     exact = x.double()
     exact = exact * torch.rsqrt(exact.square().mean(1, keepdim=True) + 1e-6) * weight.double()
-    # Every term of the mean is rounded in fp32 and so is the result: a few units of 6e-8 in all.
+    # Every term of the mean is rounded in fp32 and so is the result: a few units of 6e-8 in total.
     worst = float(((y.double() - exact).abs() / exact.abs().clamp(min=1e-3)).max())
     if not worst < 2e-6:
-        check.ok, check.error = False, f"relative error {worst:.1e} against float64; at most 2e-6 is expected"
+        check.ok, check.error = False, f"relative error {worst:.1e} against float64; expected at most 2e-6"
 
 
 def _test_quantize(check: Check, device: torch.device) -> None:
-    x = _numbers()
-    got = _timed(check, device, lambda: quantize(x.to(device), "1x128", columnwise=True))
+    x = _test_input()
+    result = _timed(check, device, lambda: quantize(x.to(device), "1x128", columnwise=True))
     with backend("reference"):
         expected = quantize(x, "1x128", columnwise=True)
     for side in ("rowwise", "columnwise"):
         for part in ("data", "scale"):
-            mine, right = (getattr(getattr(q, side), part).cpu().contiguous() for q in (got, expected))
-            wrong = int((mine.view(torch.uint8) != right.view(torch.uint8)).sum())
-            if wrong:
-                check.ok, check.error = False, f"{wrong} bytes of the {side} {part} differ from the reference"
+            actual, wanted = (getattr(getattr(q, side), part).cpu().contiguous() for q in (result, expected))
+            differing = int((actual.view(torch.uint8) != wanted.view(torch.uint8)).sum())
+            if differing:
+                check.ok, check.error = (
+                    False,
+                    f"{differing} bytes of the {side} {part} differ from the reference",
+                )
                 return
-    # e4m3 has four significant bits: half a unit in the last is 1/16. Below its normal numbers that stops.
-    worst = float(((got.dequantize().cpu() - x).abs() / x.abs().clamp(min=0.1)).max())
+    # e4m3 has four significant bits: half a unit in the last place is 1/16. That holds down to its smallest normal
+    # value.
+    worst = float(((result.dequantize().cpu() - x).abs() / x.abs().clamp(min=0.1)).max())
     if not worst <= 1 / 16:
-        check.ok, check.error = False, f"dequantised numbers are off by {worst:.2f} of their size"
+        check.ok, check.error = False, f"dequantized values have a relative error of {worst:.2f}"
 
 
-def _numbers() -> torch.Tensor:
-    """Always the same, without touching the caller's random numbers."""
+def _test_input() -> torch.Tensor:
+    """Return the same values every time, without touching the caller's random state."""
     return torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
 
 
 def _timed(check: Check, device: torch.device, call: Callable[[], T]) -> T:
-    """The second result, and how long both calls took: the first compiles, or loads what was compiled before."""
+    """Return the second result and record the time of both calls: the first compiles, or loads what was compiled
+    before."""
     times = []
     for _ in range(2):
         begin = time.perf_counter()
@@ -447,8 +456,8 @@ def _timed(check: Check, device: torch.device, call: Callable[[], T]) -> T:
 # ---- answers to small questions ---------------------------------------------------------------------------
 
 
-def _whole(error: BaseException) -> str:
-    """All that an error says: what is wrong may stand in any of its lines."""
+def _full_text(error: BaseException) -> str:
+    """Return the full text of an error: the cause may be in any of its lines."""
     return f"{type(error).__name__}: {error}".rstrip(": \n")
 
 
@@ -482,7 +491,7 @@ def _processor() -> str:
 
 
 def _size(path: str, seconds: float = 1.0) -> tuple[int, bool]:
-    """Bytes of the files below a directory, and whether all were counted in the time."""
+    """Return the size of the files below a directory in bytes, and whether all were counted in time."""
     total, end = 0, time.monotonic() + seconds
     for directory, _, files in os.walk(path):
         for name in files:
@@ -551,7 +560,7 @@ def _lines(advice: Sequence[Advice]) -> Iterator[Padding]:
 
 
 def _capabilities(devices: list[Device]) -> Table:
-    """What changes kernels, a row to a GPU."""
+    """Return the capabilities that change kernels, one row per GPU."""
     names: dict[str, Literal["center", "right"]] = {
         "fp8_cast": "center",
         "fp8_dot": "center",

@@ -1,4 +1,4 @@
-"""A table of names and figures that stays readable in a narrow terminal."""
+"""Table of names and figures that stays readable in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Cell = str | Text
 
 
 class Figures:
-    """A table whose first column has names and whose others have figures. Nothing in it is folded or cut: where the
-    width does not suffice, long names stand on lines of their own above their figures, and columns that do not fit
-    beside short names go to another table below.
+    """Table with names in its first column and figures in the others. Nothing is folded or cut: if the width does not
+    suffice, long names get lines of their own above their figures, and columns that do not fit beside short names go to
+    another table below.
 
     >>> lines = [["op", "kernels", "proven"], ["norm", "3", "17"]]
     >>> Console(width=80).print(Figures(lines))
@@ -36,7 +36,7 @@ class Figures:
         caption: str = "",
         styles: Sequence[str] = (),
     ) -> None:
-        """The first of the lines has the headings. `styles`: of the others, if they have any."""
+        """Take the headings as the first line. `styles` are those of the other lines, if any."""
         headings, *rows = ([_text(cell) for cell in line] for line in lines)
         for heading in headings:
             heading.stylize("dim")
@@ -77,16 +77,16 @@ def _text(cell: Cell) -> Text:
     return cell.copy() if isinstance(cell, Text) else Text(cell)
 
 
-def _grouped(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the numbers of the columns, in groups that fit the room."""
+def _grouped(widths: Sequence[int], available: int) -> list[list[int]]:
+    """Return the column numbers in groups that fit the available width."""
     groups: list[list[int]] = [[]]
-    left = room
+    remaining = available
     for number, width in enumerate(widths, 1):
-        if groups[-1] and width + len(GAP) > left:
+        if groups[-1] and width + len(GAP) > remaining:
             groups.append([])
-            left = room
+            remaining = available
         groups[-1].append(number)
-        left -= width + len(GAP)
+        remaining -= width + len(GAP)
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: a command ends in one line, within a second, and takes the processes that it started with it."""
+"""Ctrl-C handling: a command ends in one line, within a second, along with the processes it started."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from contextlib import contextmanager, suppress
 
 from .screen import complain
 
-EXIT_CODE = 130  # as shells report a program that SIGINT ended
-GRACE = 0.4  # seconds in which a command ends by itself
+EXIT_CODE = 130  # shells report this for a program that SIGINT ended
+GRACE = 0.4  # seconds that a command has to end by itself
 
 
 class Interrupt:
-    """Whether a command was interrupted, and whether somebody has said so."""
+    """Interruption of a command, which is reported once."""
 
-    told = False
+    reported = False
 
-    def tell(self) -> None:
-        """Say so, once."""
-        if not self.told:
-            self.told = True
+    def report(self) -> None:
+        """Report the interruption, once."""
+        if not self.reported:
+            self.reported = True
             complain("interrupted")
 
 
 @contextmanager
 def promptly() -> Iterator[Interrupt]:
-    """End the process soon after a SIGINT that arrives in the block.
+    """End the process soon after a SIGINT inside the block.
 
-    Python raises KeyboardInterrupt only between two of its own steps, and a kernel, a product or a solver may compute
-    for minutes in one. A thread hears of the signal at once, and ends the process if it is still there after `GRACE`,
-    also if Python is waiting for something at its end.
+    Python raises KeyboardInterrupt only between its own steps, and a kernel, a product or a solver may compute for
+    minutes in one. A thread is notified at once and ends the process if it is still running after `GRACE`, even if
+    Python is waiting for something on exit.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
@@ -54,8 +54,8 @@ def promptly() -> Iterator[Interrupt]:
 
 def _watch(reader: int, interrupt: Interrupt) -> None:
     with os.fdopen(reader, "rb", buffering=0) as signals:
-        while numbers := signals.read(64):  # nothing when the block is over
-            if signal.SIGINT in numbers:
+        while received := signals.read(64):  # empty when the block is over
+            if signal.SIGINT in received:
                 time.sleep(GRACE)
                 _end(interrupt)
 
@@ -63,23 +63,23 @@ def _watch(reader: int, interrupt: Interrupt) -> None:
 def _end(interrupt: Interrupt) -> None:
     kill_children()
     if sys.stderr is not None and sys.stderr.isatty():
-        os.write(2, b"\r\x1b[K\x1b[?25h")  # a progress bar may be there, and hides the cursor
+        os.write(2, b"\r\x1b[K\x1b[?25h")  # clear a progress bar, which hides the cursor
     with suppress(Exception):
-        interrupt.tell()
+        interrupt.report()
         sys.stdout.flush()
     os._exit(EXIT_CODE)
 
 
 def kill_children() -> None:
-    """End the processes that `multiprocessing` has started, whatever they are doing."""
+    """Kill the processes that `multiprocessing` has started, whatever they are doing."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Let processes that are started in the block ignore Ctrl-C: their parent ends them, in silence. A SIGINT that
-    arrives meanwhile is delivered afterwards."""
+    """Let processes started in the block ignore Ctrl-C: their parent ends them silently. A SIGINT that arrives
+    meanwhile is delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

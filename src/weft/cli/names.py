@@ -1,6 +1,6 @@
-"""Names that a person types: of ops and public functions. Unknown ones are refused with the nearest known name.
+"""Names of ops and public functions that a user types. Unknown ones are refused with the nearest known name.
 
-An op is named by its name in `weft.catalogue`, or by a public function, which stands for all ops that it is made of:
+An op is named by its name in `weft.catalogue`, or by a public function, which stands for all ops it may call:
 `--op rms_norm` is `--op norm --op norm_backward`.
 """
 
@@ -21,15 +21,15 @@ from .screen import Refused
 
 
 def unknown(kind: str, name: str, known: Sequence[str], others: Iterable[str] = ()) -> Refused:
-    """Return the refusal of a name: with the nearest of the known names and of the others, or if none is near, with all
+    """Return the refusal of a name, with the nearest of the known names and of the others; if none is near, with all
     known names."""
-    between = "; " if any("," in each for each in known) else ", "
-    rest = nearest(name, [*known, *others]) or f"; there are {between.join(known)}"
+    separator = "; " if any("," in each for each in known) else ", "
+    rest = nearest(name, [*known, *others]) or f"; there are {separator.join(known)}"
     return Refused(wrapped(f"there is no {kind} {name!r}{rest}"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a refusal that names the known names near to this one, or nothing if none is near."""
+    """Return the end of a refusal that suggests known names near this one, or nothing if none is near."""
     by_letters = {_letters(each): each for each in known}
     near = difflib.get_close_matches(_letters(name), by_letters, n=3, cutoff=0.6)
     if not near:
@@ -39,17 +39,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return what is compared of a name: RMSNorm is as near to rms_norm as can be."""
+    """Return the letters that are compared, so that RMSNorm matches rms_norm exactly."""
     return name.lower().replace("_", "").replace("-", "")
 
 
 def wrapped(text: str) -> str:
-    """Return the text of a refusal in lines of a terminal."""
+    """Wrap the text of a refusal to lines of a terminal."""
     return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
 
 
 def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse the first name that is not known."""
+    """Refuse the first unknown name."""
     for name in names:
         if name not in known:
             raise unknown(kind, name, known)
@@ -60,14 +60,14 @@ def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 @functools.cache
 def public_ops() -> dict[str, Callable[..., Any]]:
-    """Return the public functions that compute, by name: those defined in `weft.ops` that are no context managers."""
-    found = {}
+    """Return the public functions that compute, by name: those of `weft.ops` that are not context managers."""
+    functions = {}
     for name in weft.__all__:
         function = getattr(weft, name)
         computes = inspect.isfunction(function) and function.__module__.startswith("weft.ops")
         if computes and not inspect.isgeneratorfunction(inspect.unwrap(function)):
-            found[name] = function
-    return found
+            functions[name] = function
+    return functions
 
 
 def ops_named(name: str) -> list[str]:
@@ -78,7 +78,7 @@ def ops_named(name: str) -> list[str]:
         raise unknown("op", name, list(public_ops()), others=catalogue)
     ops = made_of(name)
     if not ops:
-        raise Refused(f"weft.{name} has no kernels: it is computed with plain PyTorch")
+        raise Refused(f"weft.{name} has no kernels: it runs in plain PyTorch")
     return list(ops)
 
 
@@ -87,12 +87,12 @@ def made_of(name: str) -> tuple[str, ...]:
     """Return the ops of the catalogue that a public function may call, forward or backward."""
     seen: dict[Any, None] = {}
     _visit(public_ops()[name], seen)
-    found = [op for op in catalogue if op in seen]
-    return tuple(found or [op for op in catalogue if op == name])
+    ops = [op for op in catalogue if op in seen]
+    return tuple(ops or [op for op in catalogue if op == name])
 
 
 def _visit(thing: Any, seen: dict[Any, None]) -> None:
-    """Follow the names that a function uses: through functions and classes of `weft.ops`, and the backward of ops."""
+    """Collect the ops that a function uses, through functions and classes of `weft.ops` and the backward of ops."""
     if isinstance(thing, Op):
         if thing.name not in seen:
             seen[thing.name] = None

@@ -1,4 +1,4 @@
-"""Packages that commands need besides Weft's own dependencies: which, for what, and how each is installed."""
+"""Packages that commands need besides Weft's own dependencies: their purpose and how to install them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .screen import Refused
 
 @dataclass(frozen=True)
 class Package:
-    """A package that some commands need."""
+    """Package that some commands need."""
 
     module: str
     name: str
     commands: tuple[str, ...]
     install: Callable[[], str]
-    optional: bool = False  # only commands need it that nobody is told to run after installing
+    optional: bool = False  # only needed by commands that installation instructions do not mention
 
     @property
     def is_missing(self) -> bool:
@@ -33,7 +33,7 @@ class Package:
         return f"{', '.join(others)} and {last} need {self.name}" if others else f"{last} needs {self.name}"
 
 
-# The plot of a report is a command of its own, and an option of two.
+# `--plot` is an option of two commands, and `weft report` plots as well.
 PLOT = "weft ... --plot"
 
 PACKAGES = (
@@ -65,8 +65,8 @@ def missing() -> Iterator[Package]:
 
 
 def require(command: str) -> None:
-    """Refuse a command that needs packages which are not installed, and say how to install all of them; or one that
-    compiles, where Triton's cache cannot be written."""
+    """Refuse a command that lacks packages, naming the commands that install them, or one that compiles if Triton's
+    cache is not writable."""
     absent = [package for package in missing() if command in package.commands]
     if absent:
         names = " and ".join(package.name for package in absent)
@@ -76,7 +76,7 @@ def require(command: str) -> None:
 
 
 def require_cache() -> None:
-    """Refuse to compile where Triton's cache cannot be written."""
+    """Refuse to compile if Triton's cache is not writable."""
     if language.TRITON:
         from triton import knobs
 
@@ -84,15 +84,15 @@ def require_cache() -> None:
             try_to_write(str(knobs.cache.dir))
         except OSError as error:
             raise Refused(
-                f"Triton cannot write to its cache {knobs.cache.dir}: {error.strerror}. Choose a directory that can be "
-                f"written: export TRITON_CACHE_DIR=$(mktemp -d)"
+                f"Triton cannot write to its cache {knobs.cache.dir}: {error.strerror}. Choose a writable "
+                f"directory: export TRITON_CACHE_DIR=$(mktemp -d)"
             ) from None
 
 
 def try_to_write(path: str) -> None:
-    """Raise OSError if files cannot be made in a directory, or the directory itself cannot."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    with tempfile.TemporaryFile(dir=place):
+    """Raise OSError if files cannot be created in a directory, or the directory itself cannot."""
+    directory = Path(path)
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    with tempfile.TemporaryFile(dir=directory):
         pass

@@ -1,4 +1,4 @@
-"""How the commands look: tables without lines, the progress of what takes long, and refusals."""
+"""Terminal output of the commands: borderless tables, progress and refusals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..runtime.environment import is_on
 
 
 class Refused(Exception):
-    """A request that a command does not carry out: what is wrong with it, and what to do instead."""
+    """Refusal of a request: what is wrong with it, and what to do instead."""
 
 
 def complain(text: str) -> None:
-    """Print on stderr why a command does nothing, or no more."""
+    """Print on stderr why a command does nothing or stops."""
     Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -31,8 +31,8 @@ def plain_table(title: str | None = None) -> Table:
 
 
 class Steps:
-    """The progress of a command on stderr: a bar on a terminal, which is gone when it is over, elsewhere a line now and
-    then, so that a log shows that the command is alive. `WEFT_QUIET=1` suppresses the lines.
+    """Progress of a command on stderr: on a terminal a bar that disappears at the end, elsewhere an occasional line, so
+    that a log shows that the command is alive. `WEFT_QUIET=1` suppresses the lines.
 
         with Steps(len(tasks)) as steps:
             for task in tasks:
@@ -51,11 +51,11 @@ class Steps:
 
     def __enter__(self) -> Steps:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            # A long text gives way to the bar: in a terminal of 80 columns the line stays a line.
-            said = TextColumn(
+            # A long text yields to the bar: in a terminal of 80 columns the line stays one line.
+            description = TextColumn(
                 "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
             )
-            columns = (said, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (description, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
             self._bar.add_task(self.text, total=self.total)
             self._bar.start()
@@ -69,7 +69,7 @@ class Steps:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Say what is being done now."""
+        """Show what is being done now."""
         self.text = text
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=text)
@@ -78,7 +78,7 @@ class Steps:
         self.reach(self.done + 1)
 
     def reach(self, done: int) -> None:
-        """Note how many steps are done."""
+        """Set how many steps are done."""
         self.done = done
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done)
@@ -92,6 +92,6 @@ class Steps:
             )
 
     def line(self, seconds: float) -> str:
-        """Return what a log shows after so many seconds."""
+        """Return the line that a log shows after so many seconds."""
         count = "" if self.total is None else f"{self.done} of {self.total} done, "
         return f"weft: {count}{seconds:.0f} s: {Text.from_markup(self.text).plain}".removesuffix(": ")

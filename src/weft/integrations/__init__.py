@@ -1,4 +1,4 @@
-"""Weft in other people's models and frameworks: `apply` for any model, and one module for each framework."""
+"""Weft in other people's models and frameworks: `apply` for any model, and one module per framework."""
 
 from ..report import Report
 from .adopt import apply, unapply

@@ -1,4 +1,4 @@
-"""What several integrations need."""
+"""Helpers that several integrations share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..ops.moe.route.route import Routing
 
 
 def needs(package: str, versions: str, error: ImportError) -> ImportError:
-    """The error of an integration whose framework is not there, or has other names than the versions it is made for."""
+    """Return the error of an integration whose framework is missing or has an incompatible version."""
     module = package.replace("-core", "").replace("-", "_")
     return ImportError(
-        f"weft.integrations.{module} is made for {package} {versions}, and importing that failed: {error}. "
+        f"weft.integrations.{module} supports {package} {versions}, but importing it failed: {error}. "
         f"Install it with: pip install 'weft[{module}]'"
     )
 
@@ -29,11 +29,11 @@ def experts_of_sorted_rows(
     recipe: Recipe | str | None = None,
     act: Act = "silu",
 ) -> Tensor:
-    """`weft.experts` for rows [rows, K] which a dispatcher has sorted by expert already, `counts` [experts] of them for
-    each expert. Rows behind those of the last expert become zeros. `probs` [rows] weighs the rows.
+    """Apply `weft.experts` to rows [rows, K] that a dispatcher has already sorted by expert, `counts` [experts] rows
+    each. Rows beyond the last expert's become zeros. `probs` [rows] weights the rows.
 
-    The dispatcher left no room between experts, and the blocks of a quantised recipe need some: `weft.experts` spreads
-    the rows while it quantises them, which is a pass over them that quantising takes anyway.
+    The dispatcher leaves no padding between experts, and the blocks of a quantized recipe need some: `weft.experts`
+    spreads the rows while it quantizes them, in a pass that quantization takes anyway.
     """
     ends = counts.to(x.device, torch.int64).cumsum(0)
     expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)

@@ -1,16 +1,16 @@
-"""Weft's ops found in a traced model that knows nothing of Weft.
+"""Compile pass that finds Weft's ops in a traced model that knows nothing of Weft.
 
     torch.compile(model, options={"pre_grad_custom_pass": weft.compile_pass()})
 
-The pass looks at the graph that `torch.compile` has traced, before autograd: what it puts there brings its own backward
-along. A rule is a few lines of plain PyTorch and the op that computes the same. Rules are compared with the graph by
-what is computed and not by how it is spelled: `x * x`, `x.pow(2)` and `torch.square(x)` are one thing, factors come in
-either order, and a conversion to the dtype that a tensor has already is none. Where the input of a norm is the sum of a
-residual connection, that goes into the op as well, which no replacement of modules can do.
+The pass works on the graph that `torch.compile` has traced, before autograd: each op it inserts brings its own
+backward. A rule is a few lines of plain PyTorch and the op that computes the same. Rules are matched by what is
+computed, not by how it is spelled: `x * x`, `x.pow(2)` and `torch.square(x)` are equal, factors come in either order,
+and a conversion to the dtype that a tensor already has is ignored. If the input of a norm is the sum of a residual
+connection, the sum moves into the op as well, which no replacement of modules can do.
 
-Where a norm or a gated unit is quantised to FP8 afterwards, in inference, its op writes the codes. Projects write that
-in so many ways that no rule would do: what the graph computes between the result and its codes is run on random
-numbers, and the format of Weft is taken that gives the same codes and scales.
+In inference, if a norm or gated unit is then quantized to FP8, its op writes the codes. Projects write that in too
+many ways for rules: what the graph computes between the result and its codes is run on random values, and the pass
+picks the Weft format that gives the same codes and scales.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """What is looked for, and what takes its place."""
+    """Pattern to look for, and its replacement."""
 
     name: str
     pattern: Callable[..., Tensor]
@@ -75,7 +75,7 @@ class Rule(NamedTuple):
     options: dict[str, Any]
 
 
-# The first that fits is taken: a weight around zero and the 1 that is added to it would be a weight as well.
+# The first match wins: a weight around zero plus the 1 that is added to it would match as a weight, too.
 RULES = (
     Rule("norm", _norm_of_weight_around_zero, rms_norm, {"weight_offset": 1.0}),
     Rule("norm", _norm_rounded_first, rms_norm, {"casting": "llama"}),
@@ -105,14 +105,14 @@ _EITHER_ORDER = ("mul", "add")
 
 
 class Meaning(NamedTuple):
-    """What a node computes of what."""
+    """Operation of a node with its inputs."""
 
     op: str
     inputs: tuple[Any, ...]
 
 
 def meaning(node: fx.Node) -> Meaning | None:
-    """What a node computes, or None if no rule has to do with it."""
+    """Return what a node computes, or None if no rule uses it."""
     name = _SPELLINGS.get(node.target) if node.op in ("call_function", "call_method") else None
     arguments, options = list(node.args), dict(node.kwargs)
     if name == "cast":
@@ -127,20 +127,22 @@ def meaning(node: fx.Node) -> Meaning | None:
         return Meaning("rsqrt", (arguments[0],))
     if name == "mean":
         dims = options.pop("dim", arguments[1] if len(arguments) > 1 else None)
-        keeps = options.pop("keepdim", arguments[2] if len(arguments) > 2 else False)
+        keeps_dim = options.pop("keepdim", arguments[2] if len(arguments) > 2 else False)
         return (
-            Meaning("mean", (arguments[0],)) if dims in (-1, [-1], (-1,)) and keeps and not options else None
+            Meaning("mean", (arguments[0],))
+            if dims in (-1, [-1], (-1,)) and keeps_dim and not options
+            else None
         )
     if name == "silu":
         return (
             Meaning("silu", (arguments[0],)) if not options.get("inplace") and len(arguments) == 1 else None
         )
     if name == "gelu":
-        how = options.pop("approximate", arguments[1] if len(arguments) > 1 else "none")
-        return Meaning("gelu_tanh" if how == "tanh" else "gelu", (arguments[0],))
+        approximation = options.pop("approximate", arguments[1] if len(arguments) > 1 else "none")
+        return Meaning("gelu_tanh" if approximation == "tanh" else "gelu", (arguments[0],))
     if name == "rms_norm":
-        given = dict(zip(("input", "normalized_shape", "weight", "eps"), arguments, strict=False)) | options
-        return Meaning(name, tuple(given.get(n) for n in ("input", "normalized_shape", "weight", "eps")))
+        values = dict(zip(("input", "normalized_shape", "weight", "eps"), arguments, strict=False)) | options
+        return Meaning(name, tuple(values.get(n) for n in ("input", "normalized_shape", "weight", "eps")))
     return None if name is None or options else Meaning(name, tuple(arguments))
 
 
@@ -153,14 +155,14 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 class Match(NamedTuple):
-    """Where a rule was found."""
+    """Match of a rule."""
 
-    bound: dict[str, Any]  # what the arguments of the pattern are in the graph
-    inside: frozenset[fx.Node]  # nodes that are not needed any more
+    bound: dict[str, Any]  # the pattern's arguments in the graph
+    inside: frozenset[fx.Node]  # nodes that are no longer needed
 
 
 class Pattern:
-    """The traced graph of a rule."""
+    """Traced graph of a rule."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -168,15 +170,15 @@ class Pattern:
         (self.result,) = (node.args[0] for node in self.graph.nodes if node.op == "output")
 
     def match(self, node: fx.Node) -> Match | None:
-        """The rule as what computes `node`."""
-        for found in self._compare(self.result, node, Match({}, frozenset())):
-            within = found.inside | {node}
-            if all(user in within for inner in found.inside - {node} for user in inner.users):
-                return found
+        """Return the match of the rule that computes `node`, or None."""
+        for match in self._compare(self.result, node, Match({}, frozenset())):
+            covered = match.inside | {node}
+            if all(user in covered for inner in match.inside - {node} for user in inner.users):
+                return match
         return None
 
     def _compare(self, pattern: Any, node: Any, so_far: Match) -> Iterator[Match]:
-        """All ways in which a node of the graph computes what a node of the pattern does."""
+        """Yield all ways in which a node of the graph computes what a node of the pattern does."""
         if not isinstance(pattern, fx.Node):
             if not isinstance(node, fx.Node) and pattern == node:
                 yield so_far
@@ -185,20 +187,20 @@ class Pattern:
         elif not isinstance(node, fx.Node):
             return
         else:
-            meant = meaning(pattern)
-            assert meant is not None, f"{pattern} in a pattern"
-            if meant.op == "cast":
-                yield from self._compare_cast(meant, node, so_far)
+            expected = meaning(pattern)
+            assert expected is not None, f"{pattern} is not allowed in a pattern"
+            if expected.op == "cast":
+                yield from self._compare_cast(expected, node, so_far)
                 return
-            found = meaning(node)
-            if found is None or found.op != meant.op or len(found.inputs) != len(meant.inputs):
-                # A conversion to the dtype that a tensor has already.
-                if found is not None and found.op == "cast" and _dtype(found.inputs[0]) == _dtype(node):
-                    yield from self._compare(pattern, found.inputs[0], _with(so_far, node))
+            actual = meaning(node)
+            if actual is None or actual.op != expected.op or len(actual.inputs) != len(expected.inputs):
+                # Skip a conversion to the dtype that a tensor already has.
+                if actual is not None and actual.op == "cast" and _dtype(actual.inputs[0]) == _dtype(node):
+                    yield from self._compare(pattern, actual.inputs[0], _with(so_far, node))
                 return
-            orders = [found.inputs, found.inputs[::-1]] if meant.op in _EITHER_ORDER else [found.inputs]
+            orders = [actual.inputs, actual.inputs[::-1]] if expected.op in _EITHER_ORDER else [actual.inputs]
             for inputs in orders:
-                yield from self._compare_all(meant.inputs, inputs, _with(so_far, node))
+                yield from self._compare_all(expected.inputs, inputs, _with(so_far, node))
 
     def _compare_all(
         self, patterns: tuple[Any, ...], nodes: tuple[Any, ...], so_far: Match
@@ -206,19 +208,19 @@ class Pattern:
         if not patterns:
             yield so_far
             return
-        for found in self._compare(patterns[0], nodes[0], so_far):
-            yield from self._compare_all(patterns[1:], nodes[1:], found)
+        for match in self._compare(patterns[0], nodes[0], so_far):
+            yield from self._compare_all(patterns[1:], nodes[1:], match)
 
-    def _compare_cast(self, meant: Meaning, node: fx.Node, so_far: Match) -> Iterator[Match]:
-        """A conversion of the pattern: `.float()`, or to the dtype of x, which is bound by what is converted."""
-        inner, to_x = meant.inputs[0], meant.inputs[1] is not None
-        found = meaning(node)
-        converted = found is not None and found.op == "cast"
-        sources = [(found.inputs[0], _with(so_far, node))] if converted and found is not None else []
+    def _compare_cast(self, expected: Meaning, node: fx.Node, so_far: Match) -> Iterator[Match]:
+        """Match a conversion of the pattern: `.float()`, or to the dtype of x, which is bound by what is converted."""
+        inner, to_x = expected.inputs[0], expected.inputs[1] is not None
+        actual = meaning(node)
+        converted = actual is not None and actual.op == "cast"
+        sources = [(actual.inputs[0], _with(so_far, node))] if converted and actual is not None else []
         for source, state in [*sources, (node, so_far)]:
             for match in self._compare(inner, source, state):
-                wanted = _dtype(match.bound["x"]) if to_x else torch.float32
-                if _dtype(node) == wanted:
+                dtype = _dtype(match.bound["x"]) if to_x else torch.float32
+                if _dtype(node) == dtype:
                     yield match
 
     def _bind(self, name: str, node: Any, so_far: Match) -> Iterator[Match]:
@@ -230,10 +232,10 @@ class Pattern:
             return
         inside = so_far.inside
         if name == "weight":
-            # To widen a weight before the product changes no number.
-            found = meaning(node)
-            if found is not None and found.op == "cast" and _dtype(node) == torch.float32:
-                node, inside = found.inputs[0], inside | {node}
+            # Widening a weight before the product changes no value.
+            actual = meaning(node)
+            if actual is not None and actual.op == "cast" and _dtype(node) == torch.float32:
+                node, inside = actual.inputs[0], inside | {node}
             if node.meta["example_value"].dim() != 1:
                 return
         if so_far.bound.get(name, node) is node:
@@ -250,20 +252,20 @@ def _with(match: Match, node: fx.Node) -> Match:
 # ---- replacing ------------------------------------------------------------------------------------------
 
 
-def fuse(graph: fx.Graph, found: Counter[str]) -> None:
-    """Put Weft's ops into a graph, and count them in `found`."""
+def fuse(graph: fx.Graph, counts: Counter[str]) -> None:
+    """Replace patterns in a graph by Weft's ops, and count them in `counts`."""
     patterns = [Pattern(rule) for rule in RULES]
-    gone: set[fx.Node] = set()
-    # From the end: what a norm converts its result to is part of it, and without that it would be another norm.
+    removed: set[fx.Node] = set()
+    # Backwards: the conversion of a norm's result is part of the norm, and without it another rule would match.
     for node in reversed(list(graph.nodes)):
-        for pattern in patterns if node not in gone else ():
+        for pattern in patterns if node not in removed else ():
             match = pattern.match(node)
             if match is not None:
-                gone |= match.inside
-                found[_replace(graph, node, pattern.rule, match.bound)] += 1
+                removed |= match.inside
+                counts[_replace(graph, node, pattern.rule, match.bound)] += 1
                 break
     graph.eliminate_dead_code()
-    _quantise(graph, found)
+    _quantize(graph, counts)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -273,7 +275,7 @@ def _replace(graph: fx.Graph, node: fx.Node, rule: Rule, bound: dict[str, Any]) 
     if rule.op is glu:
         with graph.inserting_before(node):
             new = graph.call_function(glu, (bound["gate"], bound["up"]), options)
-        _take_the_place(node, new)
+        _replace_uses(node, new)
         return rule.name
     x, weight = bound["x"], bound["weight"]
     options["eps"] = bound["eps"]
@@ -283,36 +285,40 @@ def _replace(graph: fx.Graph, node: fx.Node, rule: Rule, bound: dict[str, Any]) 
     if parts is None:
         with graph.inserting_before(node):
             new = graph.call_function(rms_norm, (x, weight), options)
-        _take_the_place(node, new)
+        _replace_uses(node, new)
         return rule.name
     with graph.inserting_after(x):
         new = graph.call_function(rms_norm, (parts[0], weight), {**options, "residual": parts[1]})
     with graph.inserting_after(new):
         total = graph.call_function(operator.getitem, (new, 1))
         normed = graph.call_function(operator.getitem, (new, 0))
-    _take_the_place(x, total)
-    _take_the_place(node, normed)
+    _replace_uses(x, total)
+    _replace_uses(node, normed)
     return "residual + norm"
 
 
-def _take_the_place(old: fx.Node, new: fx.Node) -> None:
+def _replace_uses(old: fx.Node, new: fx.Node) -> None:
     new.meta["example_value"] = old.meta.get("example_value")
     old.replace_all_uses_with(new)
 
 
 def _residual(x: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two tensors of which x is the sum, if they are alike and the weight is there before it."""
-    found = meaning(x)
-    if found is None or found.op != "add" or not all(isinstance(part, fx.Node) for part in found.inputs):
+    """Return the two tensors whose sum is x, if they are alike and the weight is available before x."""
+    addition = meaning(x)
+    if (
+        addition is None
+        or addition.op != "add"
+        or not all(isinstance(part, fx.Node) for part in addition.inputs)
+    ):
         return None
-    values = [part.meta.get("example_value") for part in (x, *found.inputs)]
+    values = [part.meta.get("example_value") for part in (x, *addition.inputs)]
     if not all(isinstance(value, Tensor) for value in values):
         return None
     alike = all(value.shape == values[0].shape and value.dtype == values[0].dtype for value in values)
-    return tuple(found.inputs) if alike and weight.op in ("placeholder", "get_attr") else None
+    return tuple(addition.inputs) if alike and weight.op in ("placeholder", "get_attr") else None
 
 
-# ---- results that are quantised -------------------------------------------------------------------------
+# ---- quantized results ----------------------------------------------------------------------------------
 
 _FORMATS = [
     f"e4m3:{block}:{convention}{scales}"
@@ -322,8 +328,8 @@ _FORMATS = [
 ]
 
 
-class Quantised(NamedTuple):
-    """A part of a graph that quantises y: nodes that depend on y alone, and the two of them that others read."""
+class QuantizedPart(NamedTuple):
+    """Part of a graph that quantizes y: nodes that depend only on y, and the two of them that others read."""
 
     y: fx.Node
     codes: fx.Node
@@ -331,7 +337,7 @@ class Quantised(NamedTuple):
     inside: list[fx.Node]  # in the order of the graph
 
     @staticmethod
-    def of(y: fx.Node) -> Quantised | None:
+    def of(y: fx.Node) -> QuantizedPart | None:
         inside: dict[fx.Node, None] = {y: None}
         node = y.next
         while node.op != "root":
@@ -344,10 +350,10 @@ class Quantised(NamedTuple):
         scales = [node for node in read if _dtype(node) == torch.float32]
         if y in read or len(read) != 2 or not codes or not scales:
             return None
-        return Quantised(y, codes[0], scales[0], [node for node in inside if node is not y])
+        return QuantizedPart(y, codes[0], scales[0], [node for node in inside if node is not y])
 
     def format(self) -> str | None:
-        """The format of Weft that gives the same codes and scales for random numbers, if there is one."""
+        """Return the Weft format that gives the same codes and scales for random values, or None."""
         like: Tensor = self.y.meta["example_value"]
         if not all(isinstance(size, int) for size in like.shape):
             return None
@@ -360,33 +366,35 @@ class Quantised(NamedTuple):
             y = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like.dtype)
             try:
                 codes, scale = fx.GraphModule({}, graph)(y)
-            except Exception:  # whatever a model's own code does on a CPU
+            except Exception:  # a model's own code may raise anything on a CPU
                 return None
-            distances = {spec: d for spec in _FORMATS if (d := _apart(y, spec, codes, scale)) is not None}
+            distances = {
+                spec: d for spec in _FORMATS if (d := _difference(y, spec, codes, scale)) is not None
+            }
         nearest = min(distances, key=distances.__getitem__, default=None)
         return nearest if nearest is not None and distances[nearest] <= 5e-3 else None
 
 
-def _apart(y: Tensor, spec: str, codes: Tensor, scale: Tensor) -> float | None:
-    """Which share of the codes differs from those of a format, by one place at most; None if more than that differs. A
-    quotient of a number and a tensor, which PyTorch computes in two roundings, moves scales by one place."""
+def _difference(y: Tensor, spec: str, codes: Tensor, scale: Tensor) -> float | None:
+    """Return the share of codes that differ from a format's, each by one unit at most; None if they differ more.
+    PyTorch computes the quotient of a number and a tensor with two roundings, which moves scales by one unit."""
     try:
-        found = quantize(y, spec).rowwise
-    except ValueError:  # a row that blocks of 128 do not divide, or a convention without such scales
+        expected = quantize(y, spec).rowwise
+    except ValueError:  # rows not divisible into blocks of 128, or a convention without such scales
         return None
-    assert found is not None
-    if scale.numel() != found.scale.numel() or codes.numel() != found.data.numel():
+    assert expected is not None
+    if scale.numel() != expected.scale.numel() or codes.numel() != expected.data.numel():
         return None
-    places = codes.flatten().view(torch.int8).int() - found.data.flatten().view(torch.int8).int()
+    places = codes.flatten().view(torch.int8).int() - expected.data.flatten().view(torch.int8).int()
     if places.abs().max() > 1 or not torch.allclose(
-        scale.flatten(), found.scale.flatten(), rtol=3e-7, atol=0
+        scale.flatten(), expected.scale.flatten(), rtol=3e-7, atol=0
     ):
         return None
     return float((places != 0).float().mean())
 
 
-def _quantise(graph: fx.Graph, found: Counter[str]) -> None:
-    """Let ops of Weft in a graph write codes, where nobody reads their results but what quantises them."""
+def _quantize(graph: fx.Graph, counts: Counter[str]) -> None:
+    """Let ops of Weft in a graph write codes if their results are read only to be quantized."""
     for op in [node for node in graph.nodes if node.target in (rms_norm, glu)]:
         with_residual = "residual" in op.kwargs
         results = (
@@ -397,20 +405,20 @@ def _quantise(graph: fx.Graph, found: Counter[str]) -> None:
         value = results[0].meta.get("example_value") if results else None
         if not isinstance(value, Tensor) or value.requires_grad or "out_dtype" in op.kwargs:
             continue
-        part = Quantised.of(results[0])
+        part = QuantizedPart.of(results[0])
         spec = part.format() if part is not None else None
         if part is None or spec is None:
             continue
         op.kwargs = {**op.kwargs, "quantize": spec}
-        for old, which in ((part.codes, _codes), (part.scale, _scale)):
+        for old, read_part in ((part.codes, _codes), (part.scale, _scale)):
             with graph.inserting_before(old):
                 shape = tuple(old.meta["example_value"].shape)
-                _take_the_place(old, graph.call_function(which, (part.y, shape)))
+                _replace_uses(old, graph.call_function(read_part, (part.y, shape)))
         name = "glu" if op.target is glu else "residual + norm" if with_residual else "norm"
-        found[name] -= 1
-        found[f"{name} + quantise"] += 1
-    for name in [name for name, number in found.items() if not number]:
-        del found[name]
+        counts[name] -= 1
+        counts[f"{name} + quantize"] += 1
+    for name in [name for name, count in counts.items() if not count]:
+        del counts[name]
 
 
 def _codes(q: QTensor, shape: tuple[int, ...]) -> Tensor:
@@ -424,11 +432,11 @@ def _scale(q: QTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def compile_pass() -> Any:
-    """A pass for Inductor's `pre_grad_custom_pass` that finds residual + norm, norm and gated units in a model, in
-    inference also those that are quantised to FP8 afterwards, and computes them with Weft.
+    """Return a pass for Inductor's `pre_grad_custom_pass` that replaces residual + norm, norm and gated units of a
+    model by Weft's ops, in inference also those that are then quantized to FP8.
 
-    Its `found` counts, by name, what it has found in the graphs that were compiled. A graph that Inductor has in its
-    cache already holds Weft's ops: it is not searched again, and not counted.
+    Its `found` counts, by name, the matches in the compiled graphs. A graph in Inductor's cache already holds Weft's
+    ops: it is neither searched again nor counted.
 
     >>> import torch, weft
     >>> model = torch.nn.Sequential(torch.nn.RMSNorm(64, eps=1e-6), torch.nn.Linear(64, 64))

@@ -1,18 +1,18 @@
-"""Logits that are made only if somebody looks at them.
+"""Logits that are computed only if something reads them.
 
-In training a model's head returns `DeferredLogits`: the hidden states, and what the model does to its logits since.
-Shapes, dtypes, views, slices, a scale and a softcap are kept in mind; `torch.nn.functional.cross_entropy` of them is
-`weft.linear_cross_entropy` of the hidden states, which has no logits in memory. Anything else makes the logits, once,
-and goes on with them: the result is that of the unchanged model.
+In training a model's head returns `DeferredLogits`: the hidden states, and the operations since then. Shapes, dtypes,
+views, slices, a scale and a softcap are only recorded; `torch.nn.functional.cross_entropy` of them becomes
+`weft.linear_cross_entropy` of the hidden states, which never materializes logits. Anything else computes the logits,
+once, and continues with them: the result is that of the unchanged model.
 
-Logits can be made until the loss runs backward. After that an optimizer may have changed the head's weight, which
-nobody can see from here (fused optimizers do not even count a change), so reading them is an error. So it is where the
-weight is sharded and gathered by hooks (FSDP2, ZeRO-3), once the model's forward has ended: gathering it takes all
-ranks, and one that reads alone would wait for the others for ever.
+Logits can be computed until the loss runs backward. After that an optimizer may have changed the head's weight, which
+cannot be detected from here (fused optimizers do not even count a change), so reading them is an error. Reading is also
+an error if the weight is sharded and gathered by hooks (FSDP2, ZeRO-3), once the model's forward has ended: gathering
+takes all ranks, and a rank that reads alone would wait for the others forever.
 
-It is an object of its own and no subclass of Tensor, so that `torch.compile` traces through it and DDP and FSDP, which
-hook into tensors that a model returns, do not meet it. `isinstance(logits, torch.Tensor)` is False; `logits.tensor()`
-is the tensor.
+`DeferredLogits` is not a subclass of Tensor, so that `torch.compile` traces through it and DDP and FSDP, which hook
+into tensors that a model returns, do not see it. `isinstance(logits, torch.Tensor)` is False; `logits.tensor()` is the
+tensor.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Consume = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def head_forward(head: nn.Linear, input: Tensor, consume: Consume | None = None) -> Any:
-    """Take the place of the `forward` of a model's head. In training it returns `DeferredLogits`.
+    """Replace the `forward` of a model's head; in training, return `DeferredLogits`.
 
-    A head with hooks of a user computes its logits, and the hooks run once, as ever. A head whose weight is gathered by
+    A head with user hooks computes its logits, and the hooks run once, as always. A head whose weight is gathered by
     hooks is called once more for the loss, with `consume`, a function of the input, the weight and the bias."""
     if consume is not None:
         return consume(input, head.weight, head.bias)
@@ -55,15 +55,15 @@ def head_forward(head: nn.Linear, input: Tensor, consume: Consume | None = None)
 
 
 def _hooks(head: nn.Module) -> list[Any]:
-    """Return the hooks that run when a head is called, those of this module and those of all modules."""
+    """Return the hooks that run when a head is called: the module's own and the global ones."""
     own = [getattr(head, hooks) for hooks in HOOKS]
-    every = [getattr(nn_module, f"_global{hooks}") for hooks in HOOKS]
-    return [hook for hooks in (*own, *every) for hook in hooks.values()]
+    global_hooks = [getattr(nn_module, f"_global{hooks}") for hooks in HOOKS]
+    return [hook for hooks in (*own, *global_hooks) for hook in hooks.values()]
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether a hook is of a framework that shards parameters: it gathers those of the head and does nothing else.
-    FSDP2's hooks are methods, but where it shards several modules as one: these must each be called once."""
+    """Return whether a hook belongs to a framework that shards parameters: it only gathers those of the head. FSDP2's
+    hooks are methods, unless it shards several modules as one: each of these must be called exactly once."""
     home = str(getattr(hook, "__module__", ""))
     return home.startswith("deepspeed") or (
         home.startswith("torch.distributed.fsdp") and hasattr(hook, "__self__")
@@ -79,20 +79,20 @@ def _is_gathered(head: nn.Module) -> bool:
 
 
 def _in_forward(head: nn.Module) -> bool:
-    """Whether FSDP2 is in the forward of the model that this head is of: there all ranks do the same."""
+    """Return whether FSDP2 is running the forward of this head's model: there all ranks act alike."""
     state_of = getattr(head, "_get_fsdp_state", None)
     context = getattr(state_of(), "_state_ctx", None) if callable(state_of) else None
     return getattr(context, "iter_forward_root", None) is not None
 
 
 def _versions(hidden: Tensor, weight: Tensor) -> tuple[int, ...]:
-    """Return what tells whether these are the same tensors as before. A compiled graph has nothing that does."""
+    """Return a key that changes if the tensors do. A compiled graph has none."""
     return () if torch.compiler.is_compiling() else (hidden._version, weight._version, id(weight))
 
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast on a device."""
+    """Autocast state of a device."""
 
     device: str
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Autocast:
         kind = x.device.type
         return Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
-    def again(self) -> torch.autocast:
+    def restore(self) -> torch.autocast:
         return torch.autocast(self.device, self.dtype, enabled=self.enabled)
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
@@ -116,24 +116,22 @@ class Autocast:
 
 @dataclass(eq=False)
 class DeferredLogits:
-    """The logits `head(hidden)`, not made yet, after `steps` of plain arithmetic on each of them."""
+    """Logits `head(hidden)`, not computed yet, after `steps` of elementwise arithmetic."""
 
-    hidden: Tensor  # [..., H]; views and slices of the logits are those of the hidden states
+    hidden: Tensor  # [..., H]; views and slices of the logits apply to the hidden states
     head: nn.Linear
     autocast: Autocast
-    versions: tuple[int, ...]  # of hidden states and weight, when the head was called
+    versions: tuple[int, ...]  # versions of hidden states and weight when the head was called
     steps: tuple[tuple[Literal["times", "tanh"], float], ...] = ()
     cast: torch.dtype | None = None
     origin: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = (
-        None  # what these were derived from, and how
+        None  # the logits these derive from, and how
     )
     learns: bool = field(default_factory=torch.is_grad_enabled)  # whether the logits are part of a graph
-    made: Tensor | None = field(default=None, init=False)
-    closed: bool = field(
-        default=False, init=False
-    )  # the loss has run backward; told to the first of all origins
+    computed: Tensor | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)  # the loss has run backward; set on the first origin
 
-    # ---- what is known without making them
+    # ---- properties known without computing the logits
 
     @property
     def shape(self) -> torch.Size:
@@ -171,10 +169,10 @@ class DeferredLogits:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        state = "not made yet" if self.made is None else "made"
+        state = "not made yet" if self.computed is None else "made"
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {state})"
 
-    # ---- what is kept in mind
+    # ---- operations that are only recorded
 
     def _derived(self, redo: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
         values: dict[str, Any] = {"hidden": self.hidden, "steps": self.steps, "cast": self.cast}
@@ -191,7 +189,7 @@ class DeferredLogits:
 
     def to(self, *args: Any, **options: Any) -> Any:
         device, dtype, _, layout = torch._C._nn._parse_to(
-            *args, **{name: given for name, given in options.items() if name != "copy"}
+            *args, **{name: value for name, value in options.items() if name != "copy"}
         )
         moves = layout is not None or options.get("copy") or device not in (None, self.device)
         if moves or not (dtype is None or dtype.is_floating_point):
@@ -219,7 +217,7 @@ class DeferredLogits:
             or not all(isinstance(size, (int, torch.SymInt)) for size in sizes)
             or sizes[-1] != vocabulary
         ):
-            # A last size of -1 is the vocabulary as well if it is all that is left; that is for PyTorch to work out.
+            # A last size of -1 is the vocabulary as well if nothing else is left; PyTorch works that out.
             return redo(self._read())
         return self._derived(redo, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
@@ -252,34 +250,34 @@ class DeferredLogits:
     def tanh(self) -> Any:
         return self._stepped(("tanh", 0.0), torch.tanh)
 
-    # ---- what makes them
+    # ---- operations that compute the logits
 
     def tensor(self) -> Tensor:
-        """Return the logits themselves. Where hooks gather the head's weight, all ranks have to call it."""
-        if self.made is None:
-            # Whoever reads them first may do so without gradients, and another one needs these.
+        """Return the logits themselves. If hooks gather the head's weight, all ranks must call it."""
+        if self.computed is None:
+            # The first reader may have gradients disabled while a later one needs them.
             with _inference_mode(False), torch.set_grad_enabled(self.learns):
                 if self.origin is None:
-                    self.made = self._with_weight(functional.linear)
+                    self.computed = self._with_weight(functional.linear)
                 else:
-                    before, redo = self.origin
-                    self.made = redo(before.tensor())
-        return self.made
+                    source, redo = self.origin
+                    self.computed = redo(source.tensor())
+        return self.computed
 
-    def is_made(self) -> bool:
-        """Whether they, or those they were derived from, are there: somebody may have changed them in place."""
-        return self.made is not None or (self.origin is not None and self.origin[0].is_made())
+    def is_computed(self) -> bool:
+        """Return whether they, or the logits they derive from, exist: they may have been changed in place."""
+        return self.computed is not None or (self.origin is not None and self.origin[0].is_computed())
 
     def _first(self) -> DeferredLogits:
         return self if self.origin is None else self.origin[0]._first()
 
     def _with_weight(self, consume: Consume) -> Tensor:
-        """Call a function with the hidden states, and the weight and the bias that the head had."""
+        """Call a function with the hidden states, and the head's weight and bias at that time."""
         self._refuse_if_changed()
-        with self.autocast.again():
+        with self.autocast.restore():
             if _is_gathered(self.head):
-                found: Tensor = self.head(self.hidden, consume=consume)
-                return found
+                result: Tensor = self.head(self.hidden, consume=consume)
+                return result
             return consume(self.hidden, self.head.weight, self.head.bias)
 
     def _refuse_if_changed(self) -> None:
@@ -289,14 +287,14 @@ class DeferredLogits:
         if first.closed or _is_freed(first.hidden):
             raise _too_late("the loss has run backward, and the weight of the head may have changed since")
         if self.versions and not _is_gathered(self.head):
-            whole = weight.shape == (self.head.out_features, self.head.in_features)
-            if not whole or _versions(first.hidden, weight) != self.versions:
+            is_full = weight.shape == (self.head.out_features, self.head.in_features)
+            if not is_full or _versions(first.hidden, weight) != self.versions:
                 raise _too_late(
                     "the hidden states or the weight of the head have changed since, or were sharded"
                 )
 
     def _refuse_to_wait(self) -> None:
-        """Refuse what would make this rank wait for others that may not come."""
+        """Refuse operations that would make this rank wait for others that may not come."""
         if _is_gathered(self.head) and not _in_forward(self.head):
             raise _too_late(
                 "the weight of the head is sharded, and all ranks would have to gather it together"
@@ -308,8 +306,8 @@ class DeferredLogits:
         return getattr(self._read(), name)
 
     def _read(self) -> Tensor:
-        """The logits, for somebody who does not know that they are deferred."""
-        if not self.is_made():
+        """Return the logits to code that does not know that they are deferred."""
+        if not self.is_computed():
             self._refuse_if_changed()
             self._refuse_to_wait()
         return self.tensor()
@@ -332,9 +330,9 @@ class DeferredLogits:
         if func is functional.cross_entropy:
             if isinstance(args[0] if args else options["input"], DeferredLogits):
                 return deferred_cross_entropy(*args, **options)
-        elif func in _KEPT_IN_MIND and isinstance(args[0], DeferredLogits) and not options:
-            return _KEPT_IN_MIND[func](*args)
-        return func(*_made(args), **_made(options))
+        elif func in _DEFERRED and isinstance(args[0], DeferredLogits) and not options:
+            return _DEFERRED[func](*args)
+        return func(*_materialized(args), **_materialized(options))
 
 
 # ---- the loss -------------------------------------------------------------------------------------------
@@ -350,14 +348,15 @@ def deferred_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits [N, V] without making them. They are made where that takes more
-    than `weft.linear_cross_entropy` has: targets that are probabilities, other shapes, what is no scale and softcap."""
+    """Compute `torch.nn.functional.cross_entropy` of logits [N, V] without the logits. Cases beyond
+    `weft.linear_cross_entropy` compute them: targets that are probabilities, other shapes, steps other than scale and
+    softcap."""
     scaled = scale_and_softcap(input.steps)
     of_classes = (
         isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == input.dim() - 1
     )
-    old = size_average is not None or reduce is not None
-    if input.is_made() or scaled is None or not of_classes or input.dim() > 2 or old:
+    is_legacy = size_average is not None or reduce is not None
+    if input.is_computed() or scaled is None or not of_classes or input.dim() > 2 or is_legacy:
         return functional.cross_entropy(
             input._read(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -377,7 +376,7 @@ def deferred_cross_entropy(
             reduction=reduction,
             all_ignored="nan",
         )
-        # No view: of one that a model returns and a user divides in place (`loss /= steps`), FSDP2 loses its hooks.
+        # Not a view: if a model returns one and a user divides it in place (`loss /= steps`), FSDP2 loses its hooks.
         return loss.clone()
 
     if not torch.is_grad_enabled():
@@ -393,24 +392,24 @@ def _close(logits: DeferredLogits, _: Tensor) -> None:
 
 
 def scale_and_softcap(steps: Sequence[tuple[str, float]]) -> tuple[float, float | None] | None:
-    """Return the scale before the softcap, and the softcap, of steps that are nothing but that: times 1/c, tanh, times
-    c. None for other steps, and for scales that are not positive or that fp32 does not have."""
+    """Return the scale before the softcap, and the softcap, if the steps are just that: times 1/c, tanh, times c.
+    Return None for other steps, and for scales that are not positive or not representable in fp32."""
     names = [name for name, _ in steps]
-    at = names.index("tanh") if "tanh" in names else len(names)
-    if "tanh" in names[at + 1 :]:
+    tanh_index = names.index("tanh") if "tanh" in names else len(names)
+    if "tanh" in names[tanh_index + 1 :]:
         return None
-    scale, cap = _product(steps[:at]), _product(steps[at + 1 :])
-    if at < len(names):
-        scale *= cap
-    usable = all(COLDEST <= factor <= HOTTEST for factor in (scale, cap))
-    return (scale, cap if at < len(names) else None) if usable else None
+    scale, outer_scale = _product(steps[:tanh_index]), _product(steps[tanh_index + 1 :])
+    if tanh_index < len(names):
+        scale *= outer_scale
+    representable = all(COLDEST <= factor <= HOTTEST for factor in (scale, outer_scale))
+    return (scale, outer_scale if tanh_index < len(names) else None) if representable else None
 
 
 def _product(steps: Sequence[tuple[str, float]]) -> float:
-    found = 1.0
+    result = 1.0
     for _, factor in steps:
-        found *= factor
-    return found
+        result *= factor
+    return result
 
 
 def _inference_mode(enabled: bool) -> Any:
@@ -418,8 +417,8 @@ def _inference_mode(enabled: bool) -> Any:
 
 
 def _is_freed(x: Tensor) -> bool:
-    """Whether backward has gone through the graph that made a tensor and freed it, as far as the graph tells: nodes of
-    Python, among them those of compiled graphs, do."""
+    """Return whether backward has freed the graph that produced a tensor, as far as the graph tells: Python nodes,
+    including those of compiled graphs, do."""
     try:
         getattr(x.grad_fn, "_raw_saved_tensors", None)
     except RuntimeError:
@@ -429,14 +428,14 @@ def _is_freed(x: Tensor) -> bool:
 
 def _too_late(reason: str) -> RuntimeError:
     return RuntimeError(
-        f"these logits were deferred and cannot be made any more: {reason}. Read outputs.logits before "
+        f"these logits were deferred and can no longer be computed: {reason}. Read outputs.logits before "
         "loss.backward() (with FSDP2 on all ranks, by outputs.logits.tensor()), or leave the head alone: "
         "weft.integrations.apply(model, loss=False)"
     )
 
 
 def _leaves_the_last_dimension(index: Any, dims: int) -> bool:
-    """Whether an index takes all of the last dimension, by slices, numbers and masks of the others."""
+    """Return whether an index takes all of the last dimension, with slices, numbers and masks for the others."""
     parts = index if isinstance(index, tuple) else (index,)
     used = 0
     for part in parts:
@@ -450,18 +449,18 @@ def _leaves_the_last_dimension(index: Any, dims: int) -> bool:
     return used < dims or (used == dims and isinstance(last, slice) and last == slice(None))
 
 
-def _made(values: Any) -> Any:
-    """Return arguments with logits in place of deferred ones."""
+def _materialized(values: Any) -> Any:
+    """Return arguments with computed logits in place of deferred ones."""
     if isinstance(values, DeferredLogits):
         return values._read()
     if isinstance(values, dict):
-        return {name: _made(value) for name, value in values.items()}
+        return {name: _materialized(value) for name, value in values.items()}
     if type(values) in (tuple, list):
-        return type(values)(_made(value) for value in values)
+        return type(values)(_materialized(value) for value in values)
     return values
 
 
-_KEPT_IN_MIND: dict[Any, Callable[..., Any]] = {
+_DEFERRED: dict[Any, Callable[..., Any]] = {
     torch.tanh: DeferredLogits.tanh,
     torch.mul: DeferredLogits.__mul__,
     torch.div: DeferredLogits.__truediv__,
@@ -472,13 +471,13 @@ _KEPT_IN_MIND: dict[Any, Callable[..., Any]] = {
 
 def _operator(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Tensor, name))
-    def made(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self._read(), name)(*_made(args))
+    def method(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self._read(), name)(*_materialized(args))
 
-    return made
+    return method
 
 
-# Python looks operators up in the class and not by __getattr__.
+# Python looks operators up in the class, not by __getattr__.
 for _name in (
     *(
         "__add__",

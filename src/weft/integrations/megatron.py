@@ -1,18 +1,18 @@
-"""Megatron-core: layers by a spec, and what Megatron takes from TransformerEngine by its fusion flags.
+"""Megatron-core: layers by spec, and replacements for what its fusion flags take from TransformerEngine.
 
     from weft.integrations.megatron import block_spec, fusions
 
-    with fusions():  # around everything that makes configurations and models, and runs them
+    with fusions():  # around everything that creates configurations and models, and runs them
         config = TransformerConfig(..., moe_grouped_gemm=True, moe_permute_fusion=True, moe_router_fusion=True,
                                    cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
         model = GPTModel(config, transformer_layer_spec=block_spec(config), ...)
 
 `layer_spec` and `block_spec` are Megatron's local specs, which need neither TransformerEngine nor apex, with Weft's
-modules in them: norms (zero-centred gamma and sequence parallelism included, which the local norm refuses), gated
-units, and experts as grouped products. State dicts have the names of Megatron's modules.
+modules: norms (including zero-centered gamma and sequence parallelism, which the local norm refuses), gated units, and
+experts as grouped products. State dicts have the names of Megatron's modules.
 
-`fusions` gives Megatron functions with the signatures of TransformerEngine's for permuting, routing and the loss. They
-are in force inside of the `with` alone, whether TransformerEngine is installed or not.
+`fusions` gives Megatron functions with the signatures of TransformerEngine's for permutation, routing and the loss.
+They are active only inside the `with`, whether TransformerEngine is installed or not.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ except ImportError as error:
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, as `config.normalization` says."""
+    """RMSNorm or LayerNorm, depending on `config.normalization`."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: Any
     ) -> None:
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"Weft has RMSNorm and LayerNorm; the config asks for {config.normalization!r}")
+            raise ValueError(
+                f"Weft has RMSNorm and LayerNorm, but the config asks for {config.normalization!r}"
+            )
         self.eps = eps
         self.weight_offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -72,25 +74,23 @@ class Norm(nn.Module):
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.full(fill_value=0.0, **shape))
-        for (
-            parameter
-        ) in self.parameters():  # whose gradients Megatron then adds up over the ranks of a sequence
+        for parameter in self.parameters():  # Megatron then sums their gradients over the ranks of a sequence
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.normalise = ops.rms_norm if config.normalization == "RMSNorm" else ops.layer_norm
+        self.normalize = ops.rms_norm if config.normalization == "RMSNorm" else ops.layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalise(x, self.weight, self.bias, eps=self.eps, weight_offset=self.weight_offset)
+        return self.normalize(x, self.weight, self.bias, eps=self.eps, weight_offset=self.weight_offset)
 
 
 def _unit_of(config: TransformerConfig) -> dict[str, Any] | None:
-    """The arguments of `weft.glu` for the activation of an MLP, or None if it has no such one."""
+    """Return the arguments of `weft.glu` for the activation of an MLP, or None if it has none for it."""
     unit: dict[str, Any] = {"layout": "concat" if config.gated_linear_unit else "none"}
     if config.activation_func is F.silu:
         unit["act"] = "silu"
     elif config.activation_func is quick_gelu:
         unit |= {"act": "silu", "alpha": 1.702}
     elif config.activation_func is F.gelu:
-        # The fused functions of Megatron approximate the error function by tanh.
+        # Megatron's fused functions approximate the error function by tanh.
         unit["act"] = "gelu_tanh" if config.bias_activation_fusion else "gelu"
     elif config.activation_func is F.relu:
         unit["act"] = "relu"
@@ -105,8 +105,8 @@ def _unit_of(config: TransformerConfig) -> dict[str, Any] | None:
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP whose bias, activation, gate and scale of tokens are one kernel. Its tensor-parallel group is that
-    of `parallel_state`: Megatron hands the groups of a `pg_collection` to classes it knows, and warns of others."""
+    """Megatron's MLP with bias, activation, gate and token scale in one kernel. Its tensor-parallel group is the one in
+    `parallel_state`: Megatron passes the groups of a `pg_collection` to classes it knows, and warns about others."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
@@ -122,13 +122,13 @@ class GatedMLP(MLP):
 
 
 class SharedExperts(SharedExpertMLP, GatedMLP):
-    """Megatron's shared experts, as a `GatedMLP`. With `moe_shared_expert_overlap` Megatron cuts them into steps of its
-    own, which stay as they are."""
+    """Megatron's shared experts as a `GatedMLP`. With `moe_shared_expert_overlap` Megatron splits them into steps of
+    its own, which are not replaced."""
 
 
 class Experts(GroupedMLP):
-    """Megatron's experts as two grouped products, by `weft.grouped_matmul` in place of the package grouped_gemm. With a
-    `recipe`, both products and their gradients are computed in its numbers."""
+    """Megatron's experts as two grouped products, by `weft.grouped_matmul` in place of the package grouped_gemm. A
+    `recipe` sets the format of both products and their gradients."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Experts(GroupedMLP):
     ) -> None:
         if not config.gated_linear_unit or config.activation_func not in (F.silu, F.gelu):
             raise ValueError(
-                "Weft's experts are gated by silu or gelu: set gated_linear_unit=True and activation_func=F.silu or "
+                "Weft's experts need a silu or gelu gate: set gated_linear_unit=True and activation_func=F.silu or "
                 "F.gelu, or moe_grouped_gemm=False"
             )
         with replaced(grouped_gemm_util, assert_grouped_gemm_is_available=lambda: None):
@@ -158,8 +158,8 @@ class Experts(GroupedMLP):
         down = self.weight2.view(count, -1, self.config.hidden_size)  # [experts, H, K]
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         if self.recipe is not None:
-            turned = up.transpose(1, 2), down.transpose(1, 2)
-            y = experts_of_sorted_rows(x, *turned, counts, probs, recipe=self.recipe, act=self.act)
+            transposed = up.transpose(1, 2), down.transpose(1, 2)
+            y = experts_of_sorted_rows(x, *transposed, counts, probs, recipe=self.recipe, act=self.act)
         else:
             ends = counts.cumsum(0, dtype=torch.int32)
             z = ops.grouped_matmul(x, up, ends, transpose=True)
@@ -174,11 +174,11 @@ class Experts(GroupedMLP):
 def layer_spec(
     config: TransformerConfig, *, moe: bool | None = None, recipe: Recipe | str | None = None
 ) -> ModuleSpec:
-    """One transformer layer, for `transformer_layer_spec=`. The final norm of a model does not belong to its layers: it
-    is Weft's with `block_spec`, which Megatron takes in the same place.
+    """Return the spec of one transformer layer, for `transformer_layer_spec=`. A model's final norm does not belong to
+    its layers: use `block_spec`, which Megatron takes in the same place, to replace it too.
 
-    - `moe`: a layer with experts, by default if the config has some.
-    - `recipe`: the numbers of the experts' products, as `weft.experts` takes it; needs `moe_grouped_gemm`.
+    - `moe`: whether the layer has experts; by default if the config has some.
+    - `recipe`: the format of the experts' products, as in `weft.experts`; needs `moe_grouped_gemm`.
     """
     has_experts = config.num_moe_experts is not None if moe is None else moe
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
@@ -195,7 +195,7 @@ def layer_spec(
 def block_spec(
     config: TransformerConfig, *, vp_stage: int | None = None, recipe: Recipe | str | None = None
 ) -> TransformerBlockSubmodules:
-    """All layers of this pipeline stage and the norm behind them, for `transformer_layer_spec=`."""
+    """Return the spec of all layers of this pipeline stage and the final norm, for `transformer_layer_spec=`."""
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -206,42 +206,42 @@ def block_spec(
     return _with_weft(block, recipe)
 
 
-# Apex's norm is what Megatron's local spec has for LayerNorm where apex is installed.
+# Megatron's local spec uses apex's norm for LayerNorm if apex is installed.
 _NORMS = (WrappedTorchNorm, gpt_layer_specs.LNImpl)
 
 
 def _with_weft(spec: Any, recipe: Recipe | str | None) -> Any:
-    """A copy of a spec, or of a part of one, with Weft's modules in place of Megatron's."""
+    """Return a copy of a spec, or of a part of one, with Weft's modules in place of Megatron's."""
     if spec in _NORMS:
         return Norm
     if isinstance(spec, list):
         return [_with_weft(part, recipe) for part in spec]
     if isinstance(spec, ModuleSpec):
-        made = copy.copy(spec)
-        made.module = {MLP: GatedMLP, SharedExpertMLP: SharedExperts, GroupedMLP: Experts}.get(
+        copied = copy.copy(spec)
+        copied.module = {MLP: GatedMLP, SharedExpertMLP: SharedExperts, GroupedMLP: Experts}.get(
             spec.module, spec.module
         )
-        if made.module is Experts and recipe is not None:
-            made.params = {**spec.params, "recipe": recipe}
-        made.submodules = _with_weft(spec.submodules, recipe)
-        return made
+        if copied.module is Experts and recipe is not None:
+            copied.params = {**spec.params, "recipe": recipe}
+        copied.submodules = _with_weft(spec.submodules, recipe)
+        return copied
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        made = copy.copy(spec)
+        copied = copy.copy(spec)
         for field in dataclasses.fields(spec):
-            setattr(made, field.name, _with_weft(getattr(spec, field.name), recipe))
-        return made
+            setattr(copied, field.name, _with_weft(getattr(spec, field.name), recipe))
+        return copied
     return spec
 
 
-# ---- in place of TransformerEngine's functions ----------------------------------------------------------
+# ---- replacements for TransformerEngine's functions -----------------------------------------------------
 
 
 @contextlib.contextmanager
 def fusions() -> Iterator[None]:
-    """Weft's functions where Megatron's flags `moe_permute_fusion`, `moe_router_fusion` and, with
+    """Use Weft's functions where Megatron's flags `moe_permute_fusion`, `moe_router_fusion` and, with
     `cross_entropy_fusion_impl="te"`, `cross_entropy_loss_fusion` call TransformerEngine's. The router's product is
-    Weft's without a flag."""
-    own = {
+    Weft's regardless of flags."""
+    replacements = {
         "HAVE_TE": True,
         "fused_permute": fused_permute,
         "fused_permute_with_probs": fused_permute_with_probs,
@@ -253,7 +253,7 @@ def fusions() -> Iterator[None]:
         "fused_moe_aux_loss": fused_moe_aux_loss,
     }
     with (
-        replaced(moe_utils, **own),
+        replaced(moe_utils, **replacements),
         replaced(router_module, router_gating_linear=router_gating_linear),
         replaced(language_module, te_parallel_cross_entropy=te_parallel_cross_entropy),
     ):
@@ -262,22 +262,22 @@ def fusions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
-    """These names of a module have other values inside of the `with`."""
-    nothing = object()
-    before = {name: getattr(module, name, nothing) for name in names}
+    """Replace these names of a module inside the `with`."""
+    absent = object()
+    originals = {name: getattr(module, name, absent) for name in names}
     vars(module).update(names)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is nothing:
+        for name, value in originals.items():
+            if value is absent:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
 
 
 def _rows_of(routing_map: Tensor, num_out_tokens: int | Tensor | None) -> RowMap:
-    """Where the rows of a mask [tokens, experts] go. Megatron knows their number, but for callers that do not say."""
+    """Return the row map of a mask [tokens, experts]. Megatron knows the number of rows, unless a caller omits it."""
     rows = -1 if num_out_tokens is None else int(num_out_tokens)
     return ops.row_map(routing_map.bool(), rows=int(routing_map.sum()) if rows < 0 else rows)
 
@@ -306,10 +306,10 @@ def fused_unpermute(
 
 
 def _rows_of_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RowMap:
-    """Chunks in another order: chunk `sorted_index[i]` comes i-th, so its rows belong to expert i of a row map."""
+    """Return the row map that reorders chunks: chunk `sorted_index[i]` comes i-th, so its rows belong to expert i."""
     sizes, order = split_sizes.to(inp.device), sorted_index.to(inp.device, torch.int64)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=inp.device))
-    expert = place.repeat_interleave(sizes, output_size=len(inp))
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=inp.device))
+    expert = position.repeat_interleave(sizes, output_size=len(inp))
     return ops.row_map(expert[:, None], len(order))
 
 
@@ -341,7 +341,8 @@ def fused_topk_with_score_function(
     score_function: str,
     expert_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities [tokens, experts] of the chosen experts, zero for others, and the mask of the chosen ones."""
+    """Return the probabilities [tokens, experts] of the chosen experts, zero for others, and the mask of the chosen
+    ones."""
     chosen = ops.route(
         logits,
         topk,
@@ -361,8 +362,8 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
-    """The mask of each token's best experts, and all its scores, which the balance loss has the gradient of: PyTorch's
-    own functions, since the scores are wanted in memory."""
+    """Return the mask of each token's best experts, and all its scores, through which the balance loss is
+    differentiated. PyTorch's own functions compute them, since the scores must be materialized."""
     if score_function == "softmax":
         scores = logits.softmax(-1, dtype=torch.float32)
     else:
@@ -390,10 +391,10 @@ def te_parallel_cross_entropy(
     tp_group: torch.distributed.ProcessGroup,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """The loss of each token, for logits [sequence, batch, columns of this rank]."""
+    """Return the loss of each token, for logits [sequence, batch, columns of this rank]."""
     ranks, columns = tp_group.size(), logits.shape[-1]
     shard = None
-    if ranks > 1:  # Megatron pads the vocabulary so that all ranks have as many columns
+    if ranks > 1:  # Megatron pads the vocabulary so that all ranks have equally many columns
         start = tp_group.rank() * columns
         shard = VocabShard(tp_group, start, start + columns, ranks * columns)
     return ops.cross_entropy(logits, labels, reduction="none", shard=shard)

@@ -1,4 +1,4 @@
-"""How an attention rotates q and k, found by trying the function that it calls for it."""
+"""Recognition of how an attention rotates q and k, by trying the function it calls."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .trials import LeftAlone, could_not_be_tried, normal, trial
 
 
 class RotaryOptions(NamedTuple):
-    """How `weft.rope` computes what a function (q, k, cos, sin) of a model does for q and k [batch, heads, sequence,
-    dim]."""
+    """Options with which `weft.rope` reproduces a function (q, k, cos, sin) of a model for q and k [batch, heads,
+    sequence, dim]."""
 
-    name: str  # of the function, among the globals of the attention's forward
-    tables: str  # an angle is in the tables "once", in both "halves", or in "pairs" of neighbours
+    name: str  # the function's name among the globals of the attention's forward
+    tables: str  # each angle is in the tables "once", in both "halves", or in adjacent "pairs"
     style: Any
     out_style: Any
-    partial: bool  # tables for a part of a head rotate its first numbers
+    partial: bool  # tables for a part of a head rotate its first elements
 
     def fits(self, q: Tensor, cos: Tensor) -> bool:
-        """Whether a call is one that was tried: heads of four dimensions, and tables for each sequence that get no
-        gradient."""
+        """Return whether a call is of the kind that was tried: heads of four dimensions, and per-sequence tables
+        without gradient."""
         if q.dim() != 4 or cos.dim() != 3 or cos.shape[1] != q.shape[2] or cos.requires_grad:
             return False
         dim = self.rotated(cos)
         return dim == q.shape[-1] or (self.partial and dim < q.shape[-1])
 
     def rotated(self, cos: Tensor) -> int:
-        """Return how many numbers of a head tables rotate."""
+        """Return how many elements of a head the tables rotate."""
         return int(cos.shape[-1]) * (2 if self.tables == "once" else 1)
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,9 +61,9 @@ def rotating_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     return {name: f for name in names if callable(f := forward.__globals__.get(name))}
 
 
-def recognise_rotary(module: nn.Module) -> tuple[RotaryOptions, ...]:
-    """Return the options that reproduce the functions by which an attention rotates. Raises `LeftAlone` if some have
-    none, or if the attention calls one otherwise than by (q, k, cos, sin)."""
+def recognize_rotary(module: nn.Module) -> tuple[RotaryOptions, ...]:
+    """Return the options that reproduce an attention's rotation functions; raise `LeftAlone` if some have none, or if
+    the attention calls one with arguments other than (q, k, cos, sin)."""
     functions = rotating_functions(module)
     _check_calls(module, set(functions))
     return tuple(_try_rotary(name, function) for name, function in functions.items())
@@ -73,7 +73,7 @@ def _check_calls(module: nn.Module, names: set[str]) -> None:
     try:
         text = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
     except (OSError, TypeError) as error:
-        raise LeftAlone("the source of its forward is not there to be read") from error
+        raise LeftAlone("the source of its forward cannot be read") from error
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             starred = any(isinstance(argument, ast.Starred) for argument in node.args)
@@ -96,12 +96,12 @@ def _try_rotary(name: str, function: Callable[..., Any]) -> RotaryOptions:
 
     def same(options: RotaryOptions, angles: Tensor) -> bool:
         cos, sin = widened(options.tables, angles)
-        wanted = function(q, k, cos, sin)
-        if not isinstance(wanted, tuple) or [t.shape for t in wanted] != [q.shape, k.shape]:
+        expected = function(q, k, cos, sin)
+        if not isinstance(expected, tuple) or [t.shape for t in expected] != [q.shape, k.shape]:
             return False
         with backend("reference"):
-            found = options(q, k, cos, sin)
-        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+            result = options(q, k, cos, sin)
+        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(result, expected, strict=True))
 
     for tables, (style, out_style) in itertools.product(
         ("halves", "once", "pairs"), (("neox", None), ("interleaved", None), ("interleaved", "neox"))
@@ -111,7 +111,7 @@ def _try_rotary(name: str, function: Callable[..., Any]) -> RotaryOptions:
             with trial():
                 if not same(options, angles):
                     continue
-        except Exception as error:  # whatever a function of somebody else raises on a small input
+        except Exception as error:  # foreign code may raise anything on a small input
             reason = could_not_be_tried(error)
             continue
         with trial(), contextlib.suppress(Exception):  # as above

@@ -2,11 +2,11 @@
 
     SGLANG_FORCE_FUSED_OP_BACKEND=plugin python -m sglang.launch_server --model-path MODEL
 
-An op of SGLang has one method for each backend, and `forward_plugin` is the one that it leaves to other libraries.
-SGLang calls this module's `register` in each of its processes, by the entry point group `sglang.srt.plugins`. That
-gives the method to the ops below and chooses nothing: without the variable above, or `backend=KernelBackend.PLUGIN` in
-a call, SGLang computes as before. Calls that Weft has no kernel for raise a NotImplementedError, at which SGLang takes
-the backend that it would have taken.
+An op of SGLang has one method per backend; `forward_plugin` is the one for other libraries. SGLang calls this module's
+`register` in each of its processes, through the entry point group `sglang.srt.plugins`. That adds the method to the ops
+below but selects nothing: without the variable above, or `backend=KernelBackend.PLUGIN` in a call, SGLang computes as
+before. Calls for which Weft has no kernel raise a NotImplementedError, and SGLang falls back to the backend it would
+have used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
 
 
 def register() -> None:
-    """Give Weft's `forward_plugin` to SGLang's ops. One that has such a method already, of another plugin, keeps it."""
+    """Add Weft's `forward_plugin` to SGLang's ops. An op that already has one, from another plugin, keeps it."""
     methods: dict[type[BaseFusedOp], Any] = {
         RMSNorm: rms_norm,
         GemmaRMSNorm: gemma_rms_norm,
@@ -53,11 +53,11 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, ...]:
     special = self.variance_size_override is not None or self.override_orig_dtype is not None
     if special or self.fp32_residual or post_residual_addition is not None or quant_linear is not None:
-        raise NotImplementedError("Weft normalises whole rows, adds one residual, and returns the dtype of x")
+        raise NotImplementedError("Weft normalizes full rows, adds one residual, and returns the dtype of x")
     if self._quant_linear is not None:
-        raise NotImplementedError("this norm quantises for the projection behind it")
+        raise NotImplementedError("this norm quantizes for the projection after it")
     if residual is not None and residual.dtype != x.dtype:
-        raise NotImplementedError("the residual would have the dtype that it and x promote to")
+        raise NotImplementedError("the residual would have the promoted dtype of itself and x")
     if self.cast_x_before_out_mul and self.weight.dtype != x.dtype:
         raise NotImplementedError("the result would have the dtype of the weight")
     return ops.rms_norm(

@@ -1,4 +1,4 @@
-"""torchtitan: its configurations with Weft's kernels, by `--override.imports` and without a line of code.
+"""torchtitan: its configurations with Weft's kernels, through `--override.imports` and without a line of code.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module qwen3 --config qwen3_moe_debug --override.imports \\
         weft.integrations.torchtitan.rms_norm \\
@@ -7,9 +7,9 @@
         'weft.integrations.torchtitan.attention_linear={"recipe": "fp8_block"}' \\
         weft.integrations.torchtitan.linear_loss
 
-| override           | in place of                                     | arguments |
+| override           | replaces                                        | arguments |
 |--------------------|-------------------------------------------------|-----------|
-| `rms_norm`         | `RMSNorm`, of heads as well                     |           |
+| `rms_norm`         | `RMSNorm`, including that of heads              |           |
 | `feed_forward`     | `FeedForward`: the gated unit                   | `recipe`  |
 | `attention_linear` | `Linear` in attention                           | `recipe`  |
 | `experts`          | `GroupedExperts`                                | `recipe`  |
@@ -17,10 +17,10 @@
 | `rope`             | `CosSinRoPE`, `ComplexRoPE`                     |           |
 | `linear_loss`      | `ChunkedLossWrapper` around `CrossEntropyLoss`  |           |
 
-An override takes a module's configuration and returns that of a subclass whose `forward` alone is another: parameters,
-their names, their initial values and checkpoints are torchtitan's. Subclasses of these modules that a model brings
-itself are left alone. Modules of a model that is split over tensor-parallel ranks compute what torchtitan does where
-Weft's kernel would need to know how: the router, the rotation of DTensors, and the loss.
+An override takes a module's configuration and returns that of a subclass with another `forward`: parameters, their
+names, initial values and checkpoints are torchtitan's. A model's own subclasses of these modules are left alone. If a
+model is split over tensor-parallel ranks, torchtitan's code still computes the router, the rotation of DTensors and
+the loss, where Weft's kernels would need to know the split.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ try:
 except ImportError as error:
     raise needs("torchtitan", VERSIONS, error) from error
 
-# The parameters of a `forward` below have the names of torchtitan's, which looks up by them how inputs are sharded.
+# Parameters of a `forward` below keep torchtitan's names, by which it looks up how inputs are sharded.
 
 
 class WeftRMSNorm(RMSNorm):
@@ -83,8 +83,8 @@ class WeftLinear(Linear):
 
 
 def _linear(config: Linear.Config, recipe: str | None) -> Linear.Config:
-    """This layer with its products in the numbers of a recipe. Without one, torchtitan's own is as good."""
-    Recipe.of(recipe)  # a name that is none is an error here, and not in the first step
+    """Return the layer with its products in the format of a recipe. Without one, torchtitan's own layer stays."""
+    Recipe.of(recipe)  # an invalid name fails here, not in the first step
     return config if recipe is None else derive(config, WeftLinear.Config, recipe=recipe)
 
 
@@ -126,7 +126,7 @@ class WeftExperts(GroupedExperts):
         if self.recipe is not None:
             both = torch.cat([gate, up], dim=1)
             return experts_of_sorted_rows(x_RD, both, down, num_tokens_per_expert_E, recipe=self.recipe)
-        # Products in bf16, as torchtitan has them.
+        # Products in bf16, like torchtitan's.
         ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         x = x_RD.bfloat16()
         z = ops.grouped_matmul(x, gate.bfloat16(), ends)
@@ -222,7 +222,7 @@ def rope(config: RoPE.Config) -> RoPE.Config:
 
 
 class LinearLoss(ChunkedLossWrapper):
-    """The cross entropy of hidden states and the model's head, without logits: there is nothing to cut into chunks."""
+    """Cross entropy of hidden states and the model's head, without logits: there is nothing to split into chunks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
@@ -245,8 +245,8 @@ class LinearLoss(ChunkedLossWrapper):
                 reduction="sum",
             )
 
-        # FSDP gathers the head's weight around a call of the head, and finds out by that call when the group of modules
-        # which it belongs to has run. So the head is called, with another forward.
+        # FSDP gathers the head's weight around a call of the head, and detects by that call when the head's group of
+        # modules has run. So call the head, with another forward.
         own = head.__dict__.get("forward")
         head.forward = loss_of
         try:
@@ -263,7 +263,7 @@ class LinearLoss(ChunkedLossWrapper):
 def linear_loss(config: ChunkedLossWrapper.Config) -> LinearLoss.Config:
     if type(config.loss_fn) is not CrossEntropyLoss.Config:
         raise ValueError(
-            "weft.integrations.torchtitan.linear_loss takes the place of a chunked cross entropy; this one is "
-            f"{type(config.loss_fn).__qualname__} in chunks: leave the override out"
+            "weft.integrations.torchtitan.linear_loss replaces a chunked cross entropy; this loss is "
+            f"{type(config.loss_fn).__qualname__} in chunks: remove the override"
         )
     return derive(config, LinearLoss.Config)

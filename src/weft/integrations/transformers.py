@@ -6,13 +6,13 @@
 
 `register` adds "weft" to the registries of attention functions, of masks and of experts.
 
-`weft.attention` computes causal, full and cross attention, sliding windows, softcaps and sinks, of dense batches, of
-padding on either side, of static caches, and of batches packed by `position_ids` or by `cu_seq_lens_q`. PyTorch
-computes what Weft's kernels do not have, as the model's own `sdpa` or `eager` attention would: dropout, position
-biases, masks of another kind (chunks, prefixes, pads between tokens, masks that the model edits), heads wider than
-256, and attention weights that somebody asks for. An option that is on neither list is refused.
+`weft.attention` computes causal, full and cross attention, sliding windows, softcaps and sinks, for dense batches,
+padding on either side, static caches, and batches packed by `position_ids` or `cu_seq_lens_q`. PyTorch computes what
+Weft's kernels lack, as the model's own `sdpa` or `eager` attention would: dropout, position biases, other kinds of
+masks (chunks, prefixes, padding between tokens, masks that the model edits), heads wider than 256, and requested
+attention weights. An option on neither list is refused.
 
-Experts are computed by `weft.experts`; those whose gated unit Weft does not have are refused in words.
+Experts are computed by `weft.experts`; those whose gated unit Weft lacks are refused with the reason.
 `weft.integrations.apply` needs no names.
 """
 
@@ -31,14 +31,14 @@ from ..ops.attention.configs import WIDEST
 from ..ops.common.checks import FLOATS
 from . import adopt
 from .masks import BandMask, additive, attention_mask, bools, is_edited
-from .recognise import UnitOptions, recognise_experts
+from .recognize import UnitOptions, recognize_experts
 from .trials import LeftAlone
 
 NAME = "weft"
 
 
 def register(name: str = NAME) -> None:
-    """Make `attn_implementation=name` and `experts_implementation=name` known to transformers."""
+    """Register `attn_implementation=name` and `experts_implementation=name` with transformers."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ExpertsInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -60,22 +60,22 @@ def experts_forward(
         return own
     unit = getattr(module, _UNIT, None)
     if unit is None:
-        unit = _recognise(module)
+        unit = _recognize(module)
     return adopt.experts_forward(module, unit, hidden_states, top_k_index, top_k_weights)
 
 
-_UNIT = "weft_gated_unit"  # where a module keeps what it was recognised as
+_UNIT = "weft_gated_unit"  # attribute in which a module caches its recognized unit
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call]
-    reason="experts are recognised by trying them: call the model once before it is compiled"
+    reason="experts are recognized by trying them: call the model once before compiling it"
 )
-def _recognise(module: torch.nn.Module) -> UnitOptions:
+def _recognize(module: torch.nn.Module) -> UnitOptions:
     try:
-        unit = recognise_experts(module)
+        unit = recognize_experts(module)
     except LeftAlone as reason:
         raise NotImplementedError(
-            f"experts_implementation='{NAME}' cannot compute {type(module).__name__}: {reason}. Take 'grouped_mm'"
+            f"experts_implementation='{NAME}' cannot compute {type(module).__name__}: {reason}. Use 'grouped_mm'"
         ) from reason
     setattr(module, _UNIT, unit)
     return unit
@@ -83,23 +83,23 @@ def _recognise(module: torch.nn.Module) -> UnitOptions:
 
 # ---- attention ------------------------------------------------------------------------------------------
 
-# Options that change nothing about the result, and why. Those from `position_ids` on come from the model's caller, by
-# `TransformersKwargs` or through the keyword arguments that models hand on.
+# Options that do not change the result, with the reason. Those from `position_ids` on come from the model's caller,
+# through `TransformersKwargs` or keyword arguments that models pass on.
 HARMLESS = {
-    "sliding_window": "the mask has the window; it is taken from here only for cu_seq_lens_q, which has no mask",
+    "sliding_window": "the mask has the window; this is used only for cu_seq_lens_q, which has no mask",
     "max_length_q": "Weft finds the lengths of packed sequences itself",
-    "max_length_k": "as max_length_q",
+    "max_length_k": "like max_length_q",
     "deterministic": "Weft always is",
-    "position_ids": "queries and keys are rotated by now, and the mask knows packed sequences",
+    "position_ids": "queries and keys are already rotated, and the mask knows packed sequences",
     "seq_idx": "for recurrent layers; attention has cu_seq_lens_q",
-    "cache_position": "the cache is updated by now",
-    "use_cache": "of the model",
-    "num_items_in_batch": "of the loss",
-    "output_hidden_states": "of the model",
-    "output_router_logits": "of the model",
-    "return_dict": "of the model",
+    "cache_position": "the cache is already updated",
+    "use_cache": "an option of the model",
+    "num_items_in_batch": "an option of the loss",
+    "output_hidden_states": "an option of the model",
+    "output_router_logits": "an option of the model",
+    "return_dict": "an option of the model",
 }
-# Options that PyTorch's attention serves: added to the scores, a score of each query, returned beside the result.
+# Options that PyTorch's attention serves: added to the scores, a score per query, returned beside the result.
 OF_PYTORCH = ("position_bias", "sinks", "output_attentions")
 
 
@@ -119,18 +119,21 @@ def attention_forward(
     indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers asks: heads [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
+    """Compute attention as transformers calls it: heads [batch, heads, tokens, dim] in, [batch, tokens, heads, dim]
+    out.
 
-    `attention_mask` says what a query sees; without one it sees every key, or those up to its own if `is_causal`, or
+    `attention_mask` tells what a query sees; without one it sees every key, or those up to its own if `is_causal`, or
     else the module, says so. `cu_seq_lens_q`, `cu_seq_lens_k`: where packed sequences begin. `indices` [batch, queries,
-    k]: the only keys that a query sees (DeepSeek-V3.2's indexer). Of the other options, `HARMLESS` lists those that
-    are ignored, and `OF_PYTORCH` those that need PyTorch's attention. Any other that is set is an error.
+    k]: the only keys that a query sees (DeepSeek-V3.2's indexer). Of the other options, those in `HARMLESS` are
+    ignored, and those in `OF_PYTORCH` need PyTorch's attention. Setting any other is an error.
     """
-    asked = {name: given for name, given in options.items() if given is not None and name not in HARMLESS}
-    asked = {name: given for name, given in asked.items() if given is not False}
-    if not asked.keys() <= set(OF_PYTORCH):
+    requested = {
+        name: setting for name, setting in options.items() if setting is not None and name not in HARMLESS
+    }
+    requested = {name: setting for name, setting in requested.items() if setting is not False}
+    if not requested.keys() <= set(OF_PYTORCH):
         raise NotImplementedError(
-            f"attn_implementation='{NAME}' does not know the options {sorted(asked.keys() - set(OF_PYTORCH))} of "
+            f"attn_implementation='{NAME}' does not know the options {sorted(requested.keys() - set(OF_PYTORCH))} of "
             f"{type(module).__name__}: use 'sdpa' or 'eager' for this model"
         )
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -141,13 +144,13 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         packed = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     if indices is not None:
-        mask = _among(indices, mask, query, key, causal)
-    plain = not dropout and not asked and (scaling is None or scaling > 0)
+        mask = _named_keys_mask(indices, mask, query, key, causal)
+    plain = not dropout and not requested and (scaling is None or scaling > 0)
     window = options.get("sliding_window")
     arguments = _arguments(mask, packed, query.shape[2], causal, window) if plain else None
     if arguments is None or not _fits(query, key, value, mask):
         if packed is not None:
-            mask = _within(packed, mask, query, key, causal)
+            mask = _packed_mask(packed, mask, query, key, causal)
         return _by_pytorch(
             module,
             query,
@@ -159,7 +162,7 @@ def attention_forward(
             is_causal=causal,
             softcap=softcap,
             s_aux=s_aux,
-            **asked,
+            **requested,
         )
     arguments |= {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if "cu_seqlens" not in arguments:
@@ -176,10 +179,10 @@ def _arguments(
     causal: bool,
     sliding_window: int | None,
 ) -> dict[str, Any] | None:
-    """Return the arguments of `weft.attention` for what queries see, or None if a dense mask says it."""
+    """Return the arguments of `weft.attention` for what queries see, or None if that takes a dense mask."""
     rule = mask.visible if isinstance(mask, BandMask) else None
     if packed is not None:
-        # As FlashAttention is called: sequences and window come from the options, if the mask says nothing else.
+        # FlashAttention's convention: sequences and window come from the options, unless the mask says otherwise.
         if mask is not None and not (isinstance(mask, BandMask) and mask.is_banded):
             return None
         if isinstance(mask, BandMask) and rule is None and mask.local_size != sliding_window:
@@ -198,7 +201,7 @@ def _arguments(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether Weft's kernel takes these heads, and the mask is one for them."""
+    """Return whether Weft's kernel supports these heads, and the mask has their shape."""
     shape = (len(query), 1, query.shape[2], key.shape[2])
     return (
         query.dtype in FLOATS
@@ -209,26 +212,28 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     )
 
 
-def _among(indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """A mask by which a query sees only keys that it names."""
+def _named_keys_mask(
+    indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
+) -> Tensor:
+    """Return a mask by which a query sees only the keys it names."""
     chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-    return _both(chosen.scatter(-1, indices.long(), True)[:, None], mask, query, key, causal)
+    return _intersected(chosen.scatter(-1, indices.long(), True)[:, None], mask, query, key, causal)
 
 
-def _within(
+def _packed_mask(
     packed: tuple[Tensor, Tensor], mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
 ) -> Tensor:
-    """A mask by which a query sees only keys of its own packed sequence."""
+    """Return a mask by which a query sees only keys of its own packed sequence."""
     q_of, k_of = (
         torch.searchsorted(starts[1:].long(), torch.arange(len(x) * x.shape[2], device=x.device), right=True)
         for starts, x in zip(packed, (query, key), strict=True)
     )
     same = q_of.view(len(query), -1, 1) == k_of.view(len(key), 1, -1)
-    return _both(same[:, None], mask, query, key, causal)
+    return _intersected(same[:, None], mask, query, key, causal)
 
 
-def _both(seen: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """A mask by which a query sees what both say."""
+def _intersected(seen: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """Return the intersection of two masks."""
     if mask is None:
         return seen & _upper_left(query, key) if causal and query.shape[2] > 1 else seen
     dense = bools(mask) if isinstance(mask, BandMask) else mask
@@ -253,7 +258,7 @@ def _by_pytorch(
     s_aux: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as the model does by itself: by `sdpa`, or by its own `eager` function where `sdpa` lacks an option."""
+    """Compute attention like the model itself: by `sdpa`, or by its own `eager` function if `sdpa` lacks an option."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if isinstance(mask, BandMask):
@@ -261,10 +266,10 @@ def _by_pytorch(
         window = (rule.left, rule.right) if rule is not None and rule.is_plain() else ()
         is_causal = square and window == (None, 0)
         mask = None if is_causal or window == (None, None) else bools(mask)
-    own = {name: given for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None}
+    own = {name: setting for name, setting in (("softcap", softcap), ("s_aux", s_aux)) if setting is not None}
     if not own and "sinks" not in options and not options.get("output_attentions"):
         if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-            # In autocast scores are half precision, which has no room for the lowest value of the mask's dtype.
+            # Under autocast scores are half precision, which cannot hold the lowest value of the mask's dtype.
             mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **options)
     eager: Callable[..., Any] | None = getattr(
@@ -273,7 +278,7 @@ def _by_pytorch(
     if eager is None:
         raise NotImplementedError(
             f"attn_implementation='{NAME}' leaves this call of {type(module).__name__} to the model's eager attention, "
-            "and found none: use 'eager' or 'sdpa' for this model"
+            "but found none: use 'eager' or 'sdpa' for this model"
         )
     if mask is None and is_causal and query.shape[2] > 1:
         mask = _upper_left(query, key)

@@ -1,4 +1,4 @@
-"""Trials: a copy of somebody else's module runs on small inputs, and leaves no traces."""
+"""Trials of foreign modules: a copy runs on small inputs and leaves no traces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 class LeftAlone(Exception):
-    """Why a module is not replaced."""
+    """Reason a module is not replaced."""
 
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
-    """A scope for trying modules: without gradients, autocast and warnings, and random numbers go on afterwards as
-    before."""
+    """Enter a scope for trying modules, without gradients, autocast and warnings; random states are restored
+    afterwards."""
     state = random.getstate()
     try:
         with (
@@ -39,8 +39,8 @@ def trial() -> Iterator[None]:
 def probe_of(
     module: nn.Module, training: bool, parameters: dict[str, Tensor], children: dict[str, nn.Module]
 ) -> nn.Module:
-    """Return a module like this one on the CPU, with the forward of its class, other parameters, and other children in
-    place of some. The module itself, its buffers and its other children stay as they are, whatever the forward does."""
+    """Return a copy of a module on the CPU, with the forward of its class, other parameters, and some other children.
+    The original, its buffers and its other children are untouched, whatever the forward does."""
     own = {
         name: None if old is None else nn.Parameter(parameters[name], requires_grad=False)
         for name, old in module._parameters.items()
@@ -48,32 +48,32 @@ def probe_of(
     buffers = {
         name: None if old is None else old.detach().cpu().clone() for name, old in module._buffers.items()
     }
-    rest = {name: child for name, child in module._modules.items() if name not in children}
-    # Parameters are shared with the copies: forwards do not write to these, and they may be large.
-    shared = {id(p): p for child in rest.values() if child is not None for p in child.parameters()}
-    copies = copy.deepcopy(rest, shared)
-    for one in (inner for child in copies.values() if child is not None for inner in child.modules()):
+    remaining = {name: child for name, child in module._modules.items() if name not in children}
+    # Parameters are shared with the copies: forwards do not write to them, and they may be large.
+    shared = {id(p): p for child in remaining.values() if child is not None for p in child.parameters()}
+    copies = copy.deepcopy(remaining, shared)
+    for module_copy in (inner for child in copies.values() if child is not None for inner in child.modules()):
         for hooks in HOOKS:
-            getattr(one, hooks).clear()
-    found = copy.copy(module)
-    found.__dict__ = {
+            getattr(module_copy, hooks).clear()
+    copied = copy.copy(module)
+    copied.__dict__ = {
         name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
         for name, value in module.__dict__.items()
         if name != "forward"
     } | {"_parameters": own, "_buffers": buffers, "_modules": copies | children}
-    return found.train(training)
+    return copied.train(training)
 
 
-# Where a module keeps the hooks that run when it is called.
+# Attributes of a module with the hooks that run when it is called.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def in_both_modes(run: Callable[[bool], Any]) -> Any:
-    """Run a function in evaluation and twice in training, and return the result if it was always the same."""
+    """Run a function once in evaluation and twice in training mode, and return the result if it never differs."""
     first, *others = (run(training) for training in (False, True, True))
     for other in others:
-        for one, same in zip(_tensors(first), _tensors(other), strict=True):
-            if one.dtype != same.dtype or not torch.equal(one.nan_to_num(), same.nan_to_num()):
+        for one, two in zip(_tensors(first), _tensors(other), strict=True):
+            if one.dtype != two.dtype or not torch.equal(one.nan_to_num(), two.nan_to_num()):
                 raise LeftAlone("it computes something else in training than in evaluation, such as dropout")
     return first
 
@@ -87,7 +87,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """The arguments of a module's forward, apart from the first one."""
+    """Return the arguments of a module's forward after the first one."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())
     return [parameter.name for parameter in parameters[2:]]
 

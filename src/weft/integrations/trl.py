@@ -1,12 +1,12 @@
-"""TRL: the log-probabilities of its trainers, by `weft.linear_logprobs`.
+"""TRL: its trainers' log-probabilities, computed by `weft.linear_logprobs`.
 
     import weft.integrations.trl
     weft.integrations.trl.enable()
     trainer = trl.GRPOTrainer(...)  # as before
 
-Since 1.16, TRL's trainers (SFT, DPO, GRPO, KTO, RLOO) take log-probabilities, entropies and what they log from one
-function of hidden states and the head of the model. `enable` puts Weft's in its place, for all trainers of the process
-and from their next step on; `disable` puts TRL's back.
+Since 1.16, TRL's trainers (SFT, DPO, GRPO, KTO, RLOO) take log-probabilities, entropies and logged statistics from one
+function of hidden states and the model's head. `enable` replaces it by Weft's, for all trainers of the process from
+their next step on; `disable` restores TRL's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PARAMETERS = (
     "logit_scale", "outputs",
 )  # fmt: skip
 
-# In the order in which TRL takes them, after the log-probabilities.
+# In TRL's order, after the log-probabilities.
 _Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -37,18 +37,18 @@ def enable() -> None:
     own = getattr(utils, _NAME, None)
     if isinstance(own, LogProbs):
         return
-    found = () if own is None else tuple(inspect.signature(own.forward).parameters)
-    if found != _PARAMETERS:
+    parameters = () if own is None else tuple(inspect.signature(own.forward).parameters)
+    if parameters != _PARAMETERS:
         raise RuntimeError(
-            f"TRL {version('trl')} computes log-probabilities otherwise than 1.16, which Weft knows: trl.trainer.utils."
-            f"{_NAME} takes {', '.join(found[1:]) or 'nothing: it does not exist'}. Install trl 1.16, or leave out "
+            f"TRL {version('trl')} computes log-probabilities differently from the supported 1.16: trl.trainer.utils."
+            f"{_NAME} takes {', '.join(parameters[1:]) or 'nothing: it does not exist'}. Install trl 1.16, or remove "
             "enable()"
         )
     setattr(utils, _NAME, LogProbs(own))
 
 
 def disable() -> None:
-    """Let them compute with TRL's own function again."""
+    """Let TRL's trainers compute with TRL's own function again."""
     from trl.trainer import utils
 
     current = getattr(utils, _NAME, None)
@@ -57,7 +57,7 @@ def disable() -> None:
 
 
 class LogProbs:
-    """What stands in the place of TRL's `ChunkedLogProbFunction`."""
+    """Replacement for TRL's `ChunkedLogProbFunction`."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -74,9 +74,9 @@ class LogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> _Results:
-        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1) of hidden states [N, H] and targets [N]; None for
-        what is not among `outputs`. There are no chunks, so that their size does not matter."""
-        # DeepSpeed's ZeRO-3 takes the head apart after forward, and TRL's function gathers it again in its backward.
+        """Return (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1) of hidden states [N, H] and targets [N];
+        None for what is not in `outputs`. There are no chunks, so `chunk_size` does not matter."""
+        # DeepSpeed's ZeRO-3 partitions the head after forward, and TRL's function gathers it again in its backward.
         if hasattr(weight, "ds_id") or not serves(hidden.device) or logit_scale <= 0.0:
             results: _Results = self.own.apply(
                 hidden,
@@ -90,7 +90,7 @@ class LogProbs:
                 outputs,
             )
             return results
-        found = linear_logprobs(
+        result = linear_logprobs(
             hidden,
             weight,
             targets,
@@ -105,9 +105,9 @@ class LogProbs:
             return_log_sum_squares="log_sum_sq_probs" in outputs,
         )
         return (
-            found.logprobs,
-            found.entropy,
-            found.log_sum_squares,
-            None if found.mean_logits is None else found.mean_logits.detach(),
-            None if found.accuracy is None else found.accuracy.bool(),
+            result.logprobs,
+            result.entropy,
+            result.log_sum_squares,
+            None if result.mean_logits is None else result.mean_logits.detach(),
+            None if result.accuracy is None else result.accuracy.bool(),
         )

@@ -2,9 +2,9 @@
 
     vllm serve MODEL --kernel-config '{"ir_op_priority": {"rms_norm": ["weft"], "fused_add_rms_norm": ["weft"]}}'
 
-vLLM loads this module's `register` in each of its processes, by the entry point group `vllm.general_plugins`. That adds
-the provider "weft" and chooses nothing: without the option above vLLM computes as before. Arguments that Weft has no
-kernel for go to the next provider of the list, which vLLM ends with its own.
+vLLM loads this module's `register` in each of its processes, through the entry point group `vllm.general_plugins`. That
+adds the provider "weft" but selects nothing: without the option above vLLM computes as before. Arguments for which
+Weft has no kernel go to the next provider of the list, which ends with vLLM's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register() -> None:
         ir.fused_add_rms_norm.register_impl(NAME, supports_args=takes_fused_add_rms_norm)(fused_add_rms_norm)
 
 
-# ---- providers, with the signatures and the names of vLLM's ops -----------------------------------------
+# ---- providers, with the signatures and names of vLLM's ops ---------------------------------------------
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -44,9 +44,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def takes_rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Weft normalises whole rows. Where the weight is narrower than x, vLLM's result is as narrow."""
-    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return known and variance_size is None and (weight is None or weight.dtype in (x.dtype, torch.float32))
+    """Return whether Weft has the norm. It normalizes full rows, and vLLM's result is as narrow as a narrower
+    weight."""
+    is_float = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return is_float and variance_size is None and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 
 def fused_add_rms_norm(
@@ -73,10 +74,10 @@ def takes_fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Weft returns a residual of the dtype that x and x_residual promote to, and vLLM one of x's."""
+    """Return whether Weft has the norm. Its residual has the promoted dtype of x and x_residual, vLLM's has x's."""
     return x_residual.dtype == x.dtype and takes_rms_norm(x, weight, epsilon, variance_size)
 
 
 def _casting(x: Tensor, weight: Tensor | None) -> Literal["fp32", "llama"]:
-    """vLLM rounds what it normalised to the dtype of the weight, and then multiplies."""
+    """Return the casting of vLLM, which rounds normalized values to the weight's dtype before it multiplies."""
     return "fp32" if weight is None or weight.dtype != x.dtype else "llama"

@@ -1,13 +1,14 @@
-"""The laboratory: what judges the library. `weft` never imports it; commands and tests do.
+"""The laboratory judges the library. Commands and tests import it; `weft` itself never does.
 
-- `families`: a file for each family of ops, with its workloads, what they must compute in float64, and the plain
-  PyTorch they are timed beside. `family` is their type; `problem`, `truth` and `chain` are their building blocks.
-- `checks`: what results are held to on any device; `calls` runs them. `oracle`, `copies`: bytes of quantized tensors.
-- `compiled`: binaries for GPUs, read and judged. `symbolic`: proofs for all sizes. `traffic`, `model`: bytes and times.
-- `bench` and `commands`: what a person types.
+- `families`: a file for each family of ops, with its workloads, their float64 truths and the plain PyTorch that they
+  are timed against. `family` is the type of these files; `problem`, `truth` and `chain` are their building blocks.
+- `checks`: properties that results must have on any device; `calls` runs the ops. `oracle`, `copies`: expected bytes of
+  quantized tensors.
+- `compiled`: GPU binaries, read and judged. `symbolic`: proofs for all sizes. `traffic`, `model`: bytes and times.
+- `bench` and `commands`: the command line.
 
-It needs Loom, whose `triton_loom.testing` it is built on: `pip install -e loom`. `families`, `bench` and the builder of
-bundles for GPUs do without.
+It requires Loom, since it builds on `triton_loom.testing`: `pip install -e loom`. `families`, `bench` and the builder
+of GPU bundles work without it.
 """
 
 from ..ops import import_kernels

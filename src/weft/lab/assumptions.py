@@ -1,4 +1,4 @@
-"""Assumptions of kernels about the integers that they load, checked where the kernels are launched."""
+"""Check the kernels' assumptions about the integers that they load, at every launch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from ..runtime import observing
 from .families import loaded_of
-from .symbolic.loaded import Given, Loaded, place_apart, within
+from .symbolic.loaded import Given, Loaded, exception_index, within
 
 
 @contextmanager
 def holding() -> Iterator[None]:
-    """Refuse, within the block, every launch whose integers in memory are not as its kernel's family declares."""
+    """Refuse, within the block, every launch whose loaded integers break the declaration in the kernel's family."""
 
     def note(launch: Any, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
         leaves = [leaf.name for leaf in launch.kernel.layout.leaves]
@@ -37,29 +37,29 @@ def holding() -> Iterator[None]:
 
 
 def _check(assumed: Loaded, what: str, tensor: torch.Tensor, arguments: Given) -> None:
-    """Raise if an element of a tensor is not within its bounds, or the elements do not ascend or differ as declared."""
+    """Raise if an element is out of bounds, or if the elements do not ascend or differ as declared."""
     flat = tensor.detach().cpu().long().flatten()
-    place = place_apart(assumed, arguments)
-    parts = [(assumed, flat)]
-    if assumed.apart is not None and place is not None and 0 <= place < flat.numel():
-        parts = [
-            (assumed, torch.cat([flat[:place], flat[place + 1 :]])),
-            (assumed.apart[1], flat[place : place + 1]),
+    exception_at = exception_index(assumed, arguments)
+    groups = [(assumed, flat)]
+    if assumed.apart is not None and exception_at is not None and 0 <= exception_at < flat.numel():
+        groups = [
+            (assumed, torch.cat([flat[:exception_at], flat[exception_at + 1 :]])),
+            (assumed.apart[1], flat[exception_at : exception_at + 1]),
         ]
-    for allowed, elements in parts:
+    for allowed, elements in groups:
         for extreme in elements.aminmax() if elements.numel() else ():
             if not all(within(allowed, arguments, int(extreme))):
                 raise AssertionError(f"{what} has the element {int(extreme)}, which {allowed} does not allow")
     if assumed.ascending and bool((flat[1:] < flat[:-1]).any()):
         raise AssertionError(f"{what} does not ascend")
-    if assumed.distinct and parts[0][1].unique().numel() < parts[0][1].numel():
+    if assumed.distinct and groups[0][1].unique().numel() < groups[0][1].numel():
         raise AssertionError(f"{what} has an element twice")
 
 
-def _check_inverse(what: str, there: torch.Tensor, back: torch.Tensor) -> None:
-    """Raise unless element `there[i]` of `back` is i, wherever `there[i]` is not negative."""
-    there, back = (t.detach().cpu().long().flatten() for t in (there, back))
-    places = (there >= 0).nonzero()[:, 0]
-    targets = there[places]
-    if bool((targets >= back.numel()).any()) or bool((back[targets] != places).any()):
-        raise AssertionError(f"{what} does not lead back to where it comes from")
+def _check_inverse(what: str, forward: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Raise unless `inverse[forward[i]]` is i wherever `forward[i]` is not negative."""
+    forward, inverse = (t.detach().cpu().long().flatten() for t in (forward, inverse))
+    indices = (forward >= 0).nonzero()[:, 0]
+    targets = forward[indices]
+    if bool((targets >= inverse.numel()).any()) or bool((inverse[targets] != indices).any()):
+        raise AssertionError(f"{what} is not undone by its inverse")

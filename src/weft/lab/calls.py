@@ -1,7 +1,7 @@
-"""Calls of ops on the device under test: their results by name, their gradients, and how results are compared.
+"""Call ops on the device under test: results and gradients by name, and their comparison.
 
-Inputs are drawn on the CPU and results are judged there. What lies between is computed on the device of `conditions`,
-to and from which tensors are copied, also inside of an autograd graph; so one truth serves all devices.
+Inputs are drawn and results are judged on the CPU. The op runs on the device of `conditions`, to and from which tensors
+are copied, also inside an autograd graph; so one truth serves all devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..runtime import catalogue, recording
 from .families import Call, Workload, results_of
 from .problem import moved
 
-# ---- what is tested, and on which numbers ---------------------------------------------------------------
+# ---- device and inputs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ _conditions = Conditions(torch.device("cpu"), seed=0)
 
 
 def conditions() -> Conditions:
-    """The device under test and the seed of the inputs."""
+    """Return the device under test and the seed of the inputs."""
     return _conditions
 
 
 @contextmanager
 def under(**changed: Any) -> Iterator[None]:
-    """Calls are computed on another device, or on other numbers: `with under(device=..., seed=...):`."""
+    """Run calls on another device or with another seed: `with under(device=..., seed=...):`."""
     global _conditions
     before = _conditions
     _conditions = replace(before, **changed)
@@ -50,13 +50,13 @@ def under(**changed: Any) -> Iterator[None]:
 
 
 def few_rows(workload: Workload) -> int:
-    """Tails of everything: more than a stripe of 128 rows where programs own stripes."""
+    """Return a number of rows that exercises every tail: more than 128 where programs own stripes of 128 rows."""
     tall = dict(workload.settings).get("columnwise") and workload.cols <= 2048
     return 131 if tall else 3 if len(workload.shape) > 2 else 5
 
 
 def small(workload: Workload, **changed: Any) -> Call:
-    """The call of a workload with few rows, its inputs in the memory of the CPU."""
+    """Return the call of a workload with few rows and its inputs on the CPU."""
     return workload.make(**{"rows": few_rows(workload), "seed": _conditions.seed} | changed)
 
 
@@ -64,13 +64,13 @@ def small(workload: Workload, **changed: Any) -> Call:
 
 
 def results(call: Call) -> dict[str, Tensor]:
-    """What a call returns, by name, computed on the device under test. Gradients are named d…"""
+    """Return a call's results by name, computed on the device under test. Gradients are named d…"""
     got: dict[str, Tensor] = moved(returned(call.to(_conditions.device)), call.device)
     return got
 
 
 def returned(call: Call) -> dict[str, Tensor]:
-    """The same, computed and left where the tensors of the call are."""
+    """Return a call's results by name on the call's own device."""
     got = call()
     if hasattr(got, "_fields"):
         named = {name: value for name, value in got._asdict().items() if isinstance(value, (Tensor, QTensor))}
@@ -85,21 +85,21 @@ def returned(call: Call) -> dict[str, Tensor]:
 
 
 def parts(named: dict[str, Any]) -> dict[str, Tensor]:
-    """The same with each quantised tensor taken apart."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors by name, with each quantized tensor split into its fields."""
+    flat: dict[str, Tensor] = {}
     for name, value in named.items():
         if isinstance(value, QTensor):
             for side in ("rowwise", "columnwise"):
                 for field, part in zip(Codes._fields, getattr(value, side) or (), strict=False):
                     if isinstance(part, Tensor):
-                        found[f"{name}.{side}.{field}"] = part.detach()
+                        flat[f"{name}.{side}.{field}"] = part.detach()
         elif value is not None:
-            found[name] = value.detach()
-    return found
+            flat[name] = value.detach()
+    return flat
 
 
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    """Bit for bit."""
+    """Raise unless both sets of tensors are equal bit for bit."""
     got, wanted = parts(got), parts(wanted)
     assert got.keys() == wanted.keys()
     for name in got:
@@ -112,13 +112,13 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor], what: str) ->
 
 
 def handed_through(value: Tensor) -> bool:
-    """Whether a result is part of an input, as the gate of a modulation is."""
+    """Return whether a result is a view of an input, as the gate of a modulation is."""
     base = value._base
     return base is not None and base.is_leaf and base.requires_grad
 
 
 def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """A random gradient for each differentiable output."""
+    """Return a random upstream gradient for each differentiable output."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator).to(value.dtype)
@@ -128,7 +128,7 @@ def upstreams(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def run(call: Call, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Forward and backward: outputs, and gradients named d…"""
+    """Run forward and backward; return outputs, and gradients named d…"""
     call = call.requiring_grad()
     outputs = results(call)
     return {**outputs, **backward(call, outputs, gradients or upstreams(outputs))}
@@ -139,16 +139,18 @@ def backward(
 ) -> dict[str, Tensor]:
     leaves = {name: t for name, t in call.tensors().items() if t.requires_grad}
     dense = [o.dequantize() if isinstance(o, QTensor) else o for o in (outputs[name] for name in gradients)]
-    found = torch.autograd.grad(
+    gradients_of_leaves = torch.autograd.grad(
         dense, list(leaves.values()), list(gradients.values()), allow_unused=True, **kwargs
     )
-    return {f"d{name}": grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+    return {
+        f"d{name}": grad for name, grad in zip(leaves, gradients_of_leaves, strict=True) if grad is not None
+    }
 
 
 def tracked(op: str, call: Call) -> bool:
-    """Whether a call's tensors are leaves of a graph; quantised ones are none."""
-    quantised = any(isinstance(value, QTensor) for value in call.kwargs.values())
-    return catalogue[op].differentiable and not quantised
+    """Return whether a call's tensors are leaves of a graph; quantized ones are not."""
+    quantized = any(isinstance(value, QTensor) for value in call.kwargs.values())
+    return catalogue[op].differentiable and not quantized
 
 
 _differentiable: dict[str, bool] = {}
@@ -162,11 +164,13 @@ def differentiable(workload: Workload) -> bool:
     return _differentiable[str(workload)]
 
 
-# ---- numbers ----------------------------------------------------------------------------------------
+# ---- elements before quantization -------------------------------------------------------------------
 
 
 def own_numbers(call: Call) -> dict[str, Tensor]:
-    """The fp32 numbers that quantised results are made of, from a call whose inputs are fp32."""
-    kept = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
-    floats = {name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in kept}
-    return results(Call(call.function, {**kept, **floats}))
+    """Return the fp32 elements that quantized results encode, from a call whose inputs are fp32."""
+    unquantized = {k: v for k, v in call.kwargs.items() if k not in ("quantize", "columnwise", "quant_scale")}
+    floats = {
+        name: t.float() for name, t in call.tensors().items() if t.is_floating_point() and name in unquantized
+    }
+    return results(Call(call.function, {**unquantized, **floats}))

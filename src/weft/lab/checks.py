@@ -1,5 +1,5 @@
-"""What every op is held to on every workload, on whichever device is under test. Each check takes a workload, gives it
-few rows, and raises an AssertionError that says what is wrong, or `NotApplicable` where there is nothing to check."""
+"""Checks that every op must pass on every workload, on the device under test. Each check takes a workload, gives it few
+rows, and raises an AssertionError that says what is wrong, or `NotApplicable` if there is nothing to check."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ CPU = torch.device("cpu")
 
 
 class NotApplicable(Exception):
-    """Why a check has nothing to look at."""
+    """Reason that a check has nothing to look at."""
 
 
 def assert_accurate(op: str, call: Call) -> None:
-    """Results and gradients of a call are what the truth of the op says."""
+    """Raise unless results and gradients of a call agree with the truth of the op."""
     gradients: dict[str, Tensor] = {}
     if tracked(op, call):
         call = call.requiring_grad()
@@ -70,7 +70,7 @@ def assert_accurate(op: str, call: Call) -> None:
 
 
 def accuracy(workload: Workload) -> None:
-    """Forward and backward against float64; and integers in memory are what kernels take for granted."""
+    """Compare forward and backward with float64, and loaded integers with the kernels' assumptions."""
     with holding():
         if truth_of(workload.op) is not None:
             assert_accurate(workload.op, small(workload))
@@ -79,7 +79,7 @@ def accuracy(workload: Workload) -> None:
 
 
 def accuracy_by_reference(workload: Workload) -> None:
-    """For an op without a truth: the op itself in float64, where its reference serves."""
+    """Compare an op without a truth with its own reference in float64."""
     call = small(workload)
     floats = {name: t for name, t in call.tensors().items() if t.is_floating_point()}
     exact = call.with_(**{name: t.double() for name, t in floats.items()})
@@ -89,21 +89,21 @@ def accuracy_by_reference(workload: Workload) -> None:
     else:
         got, wanted = results(call), results(exact)
     assert got.keys() == wanted.keys()
-    for name, right in parts(wanted).items():
-        if not right.is_floating_point():
-            assert torch.equal(got[name], right), name
+    for name, expected in parts(wanted).items():
+        if not expected.is_floating_point():
+            assert torch.equal(got[name], expected), name
             continue
-        largest = right.abs().amax(-1, keepdim=True) if right.dim() > 1 else right.abs().amax()
-        near(got[name], Near(right, (ROUNDINGS * EPS32 * largest).expand(right.shape)))
+        largest = expected.abs().amax(-1, keepdim=True) if expected.dim() > 1 else expected.abs().amax()
+        near(got[name], Near(expected, (ROUNDINGS * EPS32 * largest).expand(expected.shape)))
 
 
 def quantized_bytes(workload: Workload) -> None:
-    """Codes and scales equal those of an independent oracle, made from the op's own fp32 numbers."""
+    """Compare codes and scales with an independent oracle's, made from the op's own fp32 results."""
     call = small(workload)
     outputs = results(call)
-    quantised = {name: value for name, value in outputs.items() if isinstance(value, QTensor)}
-    if not quantised:
-        raise NotApplicable("nothing is quantised")
+    quantized = {name: value for name, value in outputs.items() if isinstance(value, QTensor)}
+    if not quantized:
+        raise NotApplicable("nothing is quantized")
     if call["seed"] is not None:  # the oracle draws no random numbers
         with backend("reference"):
             assert_same(outputs, results(call), "stochastic rounding")
@@ -112,8 +112,8 @@ def quantized_bytes(workload: Workload) -> None:
     numbers = own_numbers(call) if encode is None else encode(call, results)
     scale = call["quant_scale"] if call["quant_scale"] is not None else call["scale"]
     for name, value in numbers.items():
-        if name in quantised:
-            copies = quantised[name]
+        if name in quantized:
+            copies = quantized[name]
             assert (copies.rowwise is not None) == call.kwargs.get("rowwise", True)
             assert_copies(copies, value, call["ends"], call["align"] or 1, scale)
     if "amax" in outputs and "y" in numbers:
@@ -121,7 +121,7 @@ def quantized_bytes(workload: Workload) -> None:
 
 
 def guard_bands(workload: Workload) -> None:
-    """Nothing is read from or written to the memory around inputs and outputs, by the op or by its backward."""
+    """Check that op and backward neither read nor write the memory around inputs and outputs."""
     call = small(workload).to(conditions().device)
     _between_guards(call, {}, results(call), lambda guarded, _: results(guarded))
     if differentiable(workload):
@@ -135,8 +135,8 @@ def _between_guards(
     wanted: dict[str, Tensor],
     evaluate: Callable[[Call, dict[str, Tensor]], dict[str, Tensor]],
 ) -> None:
-    """The same bits come out if inputs, gradients and everything that is allocated have NaN around them, which stays
-    there, and inputs and gradients stay as they are."""
+    """Raise if bands of NaN around inputs, gradients and allocations change the result. The bands, the inputs and the
+    gradients must stay unchanged too."""
     inputs = {name: Guarded.of(tensor, NAN) for name, tensor in call.tensors().items()}
     upstream = {name: Guarded.of(tensor, NAN) for name, tensor in gradients.items()}
     guarded = call.with_(**{name: band.tensor for name, band in inputs.items()})
@@ -154,7 +154,7 @@ def _between_guards(
 
 
 def determinism(workload: Workload) -> None:
-    """The same bits in every run and for any number of the CPU's threads."""
+    """Check that every run gives the same bits, with any number of CPU threads."""
     call = small(workload)
     again = run if differentiable(workload) else results
     first = again(call)
@@ -168,7 +168,7 @@ def determinism(workload: Workload) -> None:
 
 
 def twice_backward(workload: Workload) -> None:
-    """A graph that is kept can be walked again: backward changes none of what it saved."""
+    """Check that a retained graph can be walked again: backward changes nothing that was saved."""
     if not differentiable(workload):
         raise NotApplicable("nothing is differentiated")
     call = small(workload).requiring_grad()
@@ -180,7 +180,7 @@ def twice_backward(workload: Workload) -> None:
 
 
 def no_grad(workload: Workload) -> None:
-    """Without gradients the same bits, and nothing that requires one."""
+    """Check that results without gradients have the same bits and do not require gradients."""
     call = small(workload)
     if not differentiable(workload):
         raise NotApplicable("nothing is differentiated")
@@ -196,7 +196,7 @@ def no_grad(workload: Workload) -> None:
 
 @contextmanager
 def _noting_binaries() -> Iterator[list[Any]]:
-    """Collects what was compiled for the launches of a block, when that is over."""
+    """Collect the binaries of the launches within the block, once it has ended."""
     launched: list[tuple[Kernel, Variant]] = []
     binaries: list[Any] = []
 
@@ -206,18 +206,18 @@ def _noting_binaries() -> Iterator[list[Any]]:
     with observing(note):
         yield binaries
     for kernel, variant in launched:
-        found = [compiled for (known, _), compiled in kernel.variants.items() if known == variant]
-        binaries += [compiled for compiled in found if set(compiled.asm) & {"ptx", "amdgcn"}]
+        matches = [compiled for (candidate, _), compiled in kernel.variants.items() if candidate == variant]
+        binaries += [compiled for compiled in matches if set(compiled.asm) & {"ptx", "amdgcn"}]
 
 
 def why_other_bits(binary: Any) -> frozenset[str]:
-    """Why a kernel compiled for a GPU may give other bits than Loom; of AMD's code nothing is known."""
+    """Return the reasons a GPU binary may give other bits than Loom; AMD code is not inspected."""
     return reasons(binary.asm["ptx"]) if "ptx" in binary.asm else frozenset({"AMD's code was not looked at"})
 
 
 def same_bits_as_the_cpu(workload: Workload) -> None:
-    """A GPU gives the bits that Loom gives with the same tiles, unless its code has approximate instructions, sums over
-    threads or products of matrices."""
+    """Compare a GPU's bits with Loom's for the same tiles. Not applicable if the GPU code has approximate instructions,
+    sums over threads or matrix products."""
     call = small(workload)
     if capabilities_of(conditions().device).is_cpu:
         raise NotApplicable("this is the CPU")
@@ -231,7 +231,7 @@ def same_bits_as_the_cpu(workload: Workload) -> None:
 
 
 def replay(workload: Workload) -> None:
-    """Recorded once (on a GPU in a CUDA graph) and replayed on other numbers in the same memory: what a call gives."""
+    """Record the call once (on a GPU in a CUDA graph), replay it on other inputs in the same memory, and compare."""
     device = conditions().device
     call, other = small(workload), small(workload, seed=conditions().seed + 1)
     names = [name for name, tensor in call.tensors().items() if tensor.shape == other[name].shape]
@@ -241,13 +241,13 @@ def replay(workload: Workload) -> None:
     def function(*tensors: Tensor) -> Any:
         return returned(call.to(device).with_(**dict(zip(names, tensors, strict=True))))
 
-    given = [other[name].to(device) for name in names]
+    fresh = [other[name].to(device) for name in names]
     step = capture(function, *(call[name].to(device) for name in names))
-    assert_same(moved(step(*given), CPU), moved(function(*given), CPU), "replayed")
+    assert_same(moved(step(*fresh), CPU), moved(function(*fresh), CPU), "replayed")
 
 
 def streams(workload: Workload) -> None:
-    """On another stream than the default one the same bits, without waiting for the default one's work."""
+    """Check for the same bits on a second stream, without waiting for the default stream's work."""
     device = conditions().device
     if device.type != "cuda":
         raise NotApplicable("only GPUs have streams")
@@ -262,12 +262,12 @@ def streams(workload: Workload) -> None:
 
 
 def second_device(workload: Workload) -> None:
-    """On another GPU than the current one the same bits."""
+    """Check for the same bits on a GPU that is not the current one."""
     device = conditions().device
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         raise NotApplicable("there is one device")
     others = (torch.device("cuda", k) for k in range(torch.cuda.device_count()))
-    other = next(found for found in others if found != device)
+    other = next(candidate for candidate in others if candidate != device)
     if capabilities_of(other) != capabilities_of(device):
         raise NotApplicable(f"{other} is another kind of device")
     call = small(workload)

@@ -1,4 +1,4 @@
-"""Quantised results against the oracle: codes, scales and global scales of each copy, expert by expert."""
+"""Compare quantized results with the oracle: codes, scales and global scales of each copy, expert by expert."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from . import oracle
 
 
 def regions(rows: int, ends: Tensor | None, align: int) -> list[tuple[int, int, int]]:
-    """(first row, end of the rows, end of the padding) of every expert, and of what follows the last."""
+    """Return (first row, end of the rows, end of the padding) of every expert, and of the rows after the last."""
     if ends is None:
         return [(0, rows, rows)]
-    found, start = [], 0
+    spans, start = [], 0
     for end in ends.tolist():
-        following = min(-(-end // align) * align, rows)
-        found.append((start, max(end, start), max(following, start)))
-        start = max(following, start)
-    return [*found, (start, start, rows)]
+        padded_end = min(-(-end // align) * align, rows)
+        spans.append((start, max(end, start), max(padded_end, start)))
+        start = max(padded_end, start)
+    return [*spans, (start, start, rows)]
 
 
 def assert_copies(
     q: QTensor, value: Tensor, ends: Tensor | None = None, align: int = 1, scale: Tensor | None = None
 ) -> None:
-    """The copies of q are the oracle's of the fp32 numbers `value`, and no column-wise block has two experts."""
+    """Raise unless q's copies are the oracle's of the fp32 `value`, and no column-wise block spans two experts."""
     f = q.format
     value = value.reshape(-1, value.shape[-1])
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The type of the modules of `families`: each ends with its `FAMILY`."""
+"""Type of the modules in `families`; each of them ends with its `FAMILY`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .truth import Truth
 CountFlops = Callable[[Workload], int]
 
 Compute = Callable[[Call], dict[str, Tensor]]
-"""A function that runs a call on the device under test and returns its results by name."""
+"""Function that runs a call on the device under test and returns its results by name."""
 
 Encode = Callable[[Call, Compute], dict[str, Tensor]]
-"""A function of a call that returns the elements its quantized results encode, by the names of those results."""
+"""Function of a call that returns the elements its quantized results encode, by the names of those results."""
 
 NameResults = Callable[[Call], list[str]]
-"""A function of a call that returns the names of its results, in order."""
+"""Function of a call that returns the names of its results, in order."""
 
 
 class Moved(NamedTuple):
-    """The tensors that a kernel reads and writes in whole tiles, by the names of its parameters."""
+    """Tensors that a kernel reads and writes in whole tiles, by the names of its parameters."""
 
     read: Set[str]
     written: Set[str]
 
 
 class Width(NamedTuple):
-    """A width of accesses, in bits, on the targets whose names begin with `target`."""
+    """An access width, in bits, on the targets whose names begin with `target`."""
 
     target: str
     bits: int
@@ -41,40 +41,39 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of ops: its workloads, what they must compute, and what is known of its kernels."""
+    """A family of ops: its workloads, the results they must have, and the exceptions its kernels need."""
 
     workloads: tuple[Workload, ...]
-    """The problems that its ops are judged on."""
+    """Problems on which its ops are judged."""
 
     flops: Mapping[str, CountFlops] = field(default_factory=dict)
-    """By op: the floating-point operations of the products of a workload. An op without products has no entry."""
+    """By op: the FLOPs of a workload's matrix products. An op without products has no entry."""
 
     truths: Mapping[str, Truth] = field(default_factory=dict)
-    """By op: the results and gradients that a call must have, see `weft.lab.truth`. An op without a truth is held to
-    its own reference in float64."""
+    """By op: the results and gradients that a call must have, see `weft.lab.truth`. An op without a truth is compared
+    with its own reference in float64."""
 
     encoded: Mapping[str, Encode] = field(default_factory=dict)
-    """By op: the elements that the quantized results of a call encode. Without it, these are the results of the same
-    call on fp32 inputs with nothing quantized."""
+    """By op: the elements that a call's quantized results encode. Default: the results of the same call on fp32 inputs
+    with nothing quantized."""
 
     results: Mapping[Callable[..., Any], NameResults] = field(default_factory=dict)
-    """By public function: the names of its results, where it returns a plain tuple."""
+    """By public function: the names of its results, if it returns a plain tuple."""
 
     chains: Mapping[tuple[str, str], BuildChain] = field(default_factory=dict)
-    """By op and name of its set of options: the plain PyTorch that `weft bench` times beside the op. Without it, that
-    is the op's reference."""
+    """By op and name of its set of options: the plain PyTorch that `weft bench` times beside the op. Default: the op's
+    reference."""
 
-    # ---- kernels as compiled for GPUs: what is not expected of every kernel
+    # ---- kernels as compiled for GPUs: exceptions to the general expectations
 
     moved: Mapping[str, Moved] = field(default_factory=dict)
-    """By kernel: the tensors that it reads and writes in whole tiles, where the usual names of parameters
-    do not tell."""
+    """By kernel: the tensors that it reads and writes in whole tiles, if its parameters do not have the usual names."""
 
     widths: Mapping[str, Width] = field(default_factory=dict)
-    """By kernel: a width of accesses that it needs besides the usual ones."""
+    """By kernel: an access width that it needs besides the usual ones."""
 
     spills: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """By kernel and target: bytes that it spills although it should not."""
+    """By kernel and target: bytes that it spills although it should spill none."""
 
     loaded: Mapping[tuple[str, str], Loaded] = field(default_factory=dict)
     """By kernel and parameter: its assumptions about the integers in that tensor."""

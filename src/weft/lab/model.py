@@ -1,12 +1,12 @@
-"""How long a kernel would take on a GPU, computed from what is counted and compiled. *Modelled*, never measured.
+"""Model how long a kernel would take on a GPU, from counted bytes and compiled code. *Modelled*, never measured.
 
 A launch takes as long as the slowest of its bounds: memory moves its bytes, tensor cores compute its products. Left out
-are caches, power, clocks, latencies that are not hidden, and the host. `public_timings` holds the model beside every
-timing that others have published of similar kernels: a large error there is kept, not tuned away.
+are caches, power, clocks, exposed latencies and the host. `public_timings` compares the model with every timing that
+others have published of similar kernels: a large error there is reported, not tuned away.
 
-Products, by an SM, in cycles per block of k: the tensor cores take BM * BN * BK / rate; shared memory takes the bytes
-that copies write and units read, 128 a cycle; what must follow a block before the next begins (sums scaled by block) is
-added. Prologue and epilogue of a tile are 3,500 cycles. Tiles come in waves of one for each SM.
+Products, per SM, in cycles per block of k: the tensor cores take BM * BN * BK / rate; shared memory takes the bytes
+that copies write and units read, at 128 a cycle; work that must follow a block before the next begins (sums scaled by
+block) is added. Prologue and epilogue of a tile are 3,500 cycles. Tiles run in waves of one per SM.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .compiled import Binary
 from .families import Workload, flops_of
 from .published import PUBLISHED
 
-# Seconds that a launch takes besides, when launches follow each other in a graph.
+# Overhead of a launch in seconds, when launches follow each other in a graph.
 LAUNCH = 2e-6
 PROLOGUE = 3500  # cycles
-LATENCY = 7e-7  # seconds until what a busy memory is asked for arrives; 0.6 to 0.8 us are published for A100 and H100
+LATENCY = 7e-7  # seconds of a load from busy memory; 0.6 to 0.8 us are published for A100 and H100
 
 
 @dataclass(frozen=True)
 class Board:
-    """A device. Rates are what somebody's sweep sustained there with random data, not those of the data sheet."""
+    """A device, with published rates sustained on it with random data instead of data-sheet rates."""
 
     name: str
     target: str
     multiprocessors: int
-    macs: int  # multiply-adds of 16-bit numbers a cycle and SM
-    bandwidth: float  # bytes a second
-    sustained: dict[str, float] = field(hash=False)  # flops a second, by what is multiplied
+    macs: int  # 16-bit multiply-adds per cycle and SM
+    bandwidth: float  # bytes per second
+    sustained: dict[str, float] = field(hash=False)  # FLOPs per second, by element type
     source: str = ""
 
 
@@ -59,13 +59,13 @@ BOARDS = {
     )
 }  # fmt: skip
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "fp4": 4}
-# The board that stands for a target where one is asked for.
+# The board that represents each target.
 USUAL = {"sm_80": "A100", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090", "gfx942": "MI300X"}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes at once: m x n of the result, k at a time."""
+    """Tile that a block computes at once: m x n of the result, k at a time."""
 
     m: int
     n: int
@@ -75,12 +75,12 @@ class Tile:
 
 
 def memory_seconds(board: Board, moved: float, launches: int = 1) -> float:
-    """To move so many bytes in so many launches."""
+    """Return the time to move so many bytes in so many launches."""
     return moved / board.bandwidth + launches * LAUNCH
 
 
 def product_seconds(board: Board, element: str, m: int, n: int, k: int, tile: Tile) -> float:
-    """For a product of matrices with elements of a kind."""
+    """Return the time of an m x n x k matrix product with elements of this type."""
     bits = BITS[element]
     rate = board.macs * 16 // bits
     tensor = tile.m * tile.n * tile.k / rate
@@ -95,7 +95,7 @@ def product_seconds(board: Board, element: str, m: int, n: int, k: int, tile: Ti
 
 
 def tile_stretch(board: Board, element: str, tile: Tile) -> float:
-    """How many times as long as its multiplications a block of k takes, with what shared memory moves for it."""
+    """Return the time of a block of k, shared-memory traffic included, as a multiple of its multiplications' time."""
     bits = BITS[element]
     tensor = tile.m * tile.n * tile.k / (board.macs * 16 // bits)
     shared = ((tile.m + tile.n) + (tile.m + tile.n * tile.groups)) * tile.k * bits / 8 / 128
@@ -103,23 +103,23 @@ def tile_stretch(board: Board, element: str, tile: Tile) -> float:
 
 
 def latency_stretch(board: Board, binary: Binary, programs: int, held: int, threads: int) -> float:
-    """How many times as long as its bytes a launch takes that moves memory. A multiprocessor holds so many of its
-    programs at once, of so many threads. Each has the loads of its code under way; where all of them are less than the
-    board moves in the time that a load takes, it waits. A last wave that is not full counts as a full one."""
-    at_once = held * board.multiprocessors
-    waves = programs / at_once
+    """Return the time of a memory-bound launch as a multiple of what its bytes alone take. Each multiprocessor holds
+    `held` programs of `threads` threads at once, each with all loads of its code in flight; if these are fewer bytes
+    than the board moves during one load's latency, the launch waits. A partial last wave counts as a full one."""
+    resident = held * board.multiprocessors
+    waves = programs / resident
     loaded = sum(bits // 8 * count for bits, count in binary.loads.items())
-    under_way = min(programs, at_once) * threads * max(loaded, 4)
-    waits = max(1.0, board.bandwidth * LATENCY / under_way)
+    in_flight = min(programs, resident) * threads * max(loaded, 4)
+    waits = max(1.0, board.bandwidth * LATENCY / in_flight)
     return waits * (math.ceil(waves) / waves if waves > 1 else 1.0)
 
 
-# ---- what others have measured ----------------------------------------------------------------------------
+# ---- published timings ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Public:
-    """A published timing, and the same modelled."""
+    """A published timing and the modelled one."""
 
     what: str
     board: str
@@ -130,7 +130,7 @@ class Public:
 
     @property
     def error(self) -> float:
-        """Of the model, relative to what was measured."""
+        """Return the model's error relative to the measured time."""
         return self.modelled / self.measured - 1
 
 
@@ -138,7 +138,7 @@ _HOPPER, _BLACKWELL, _GEFORCE = Tile(128, 256, 64, groups=2), Tile(128, 256, 64)
 _BLOCKS = Tile(128, 128, 128, after=250)
 _DEPTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
-# Board, element, (m, n, k), tile: TFLOPS as measured by the source, and a remark.
+# Board, element, (m, n, k), tile, TFLOPS as measured by the source, the source and a remark.
 _PRODUCTS = [
     *(("H100", "bf16", (8192, 8192, k), _HOPPER, tflops, "Triton, Gluon tutorial 07", "")
       for k, tflops in zip(_DEPTHS, (492, 554, 574, 609, 629, 654), strict=True)),
@@ -156,30 +156,30 @@ _PRODUCTS = [
 
 
 def public_timings() -> list[Public]:
-    """All that are known: products by their rates, and rows that move memory by their times."""
-    found = []
+    """Return every known published timing: products by their rates, memory-bound rows by their times."""
+    timings = []
     for name, element, (m, n, k), tile, tflops, source, note in _PRODUCTS:
         modelled = product_seconds(BOARDS[name], element, m, n, k, tile)
-        found.append(
+        timings.append(
             Public(f"{element} {m} x {n} x {k}", name, 2e-12 * m * n * k / tflops, modelled, source, note)
         )
     for row in PUBLISHED:
         modelled = memory_seconds(BOARDS["H800"], row.megabytes * 1e6)
         note = "impossible at the size published" if row.number == 17 else ""
-        found.append(Public(row.title, "H800", row.microseconds / 1e6, modelled, "linghe README", note))
-    return found
+        timings.append(Public(row.title, "H800", row.microseconds / 1e6, modelled, "linghe README", note))
+    return timings
 
 
-# ---- Weft's own -------------------------------------------------------------------------------------------
+# ---- Weft's workloads -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What keeps a workload at its real size from being faster: what its op may move at most, and its products."""
+    """Lower bounds on a workload at its real size: the most bytes its op may move, and its products."""
 
     moved: float  # bytes
     flops: int | None
-    element: str  # what the products multiply
+    element: str  # of the products' operands
 
     @classmethod
     def of(cls, workload: Workload) -> Bounds:
@@ -189,7 +189,7 @@ class Bounds:
         )
 
     def seconds(self, board: Board, launches: int) -> float:
-        """On a board that moves memory and multiplies at the rates that were sustained there."""
+        """Return the time on a board that moves memory and multiplies at its sustained rates."""
         memory = memory_seconds(board, self.moved, launches)
         if self.flops is None:
             return memory
@@ -197,7 +197,7 @@ class Bounds:
 
 
 def element_of(workload: Workload) -> str:
-    """What the tensor cores multiply: the wider of two operands."""
+    """Return the element type that the tensor cores multiply: the wider of the two operands'."""
     arguments = list(workload.make("meta", rows=8).kwargs.values())
     formats = [value.format for value in arguments if isinstance(value, QTensor)]
     plain = any(

@@ -1,14 +1,14 @@
-"""What the bytes of every quantised format must be, written from the formulas and from nothing else.
+"""Expected bytes of every quantized format, written from the formulas alone.
 
-This file judges the kernels, so it shares no code with them, and it works by other means than they do:
+This file judges the kernels, so it shares no code with them and uses other methods:
 
-- An element is encoded by looking for the nearest number in the list of all numbers of its type (`encode`),
+- An element is encoded by looking for the nearest value in the list of all values of its type (`encode`),
   not by adding and shifting bits. Midpoints are float64, hence exact; a tie goes to the even code.
 - Powers of two come from `frexp` and `ldexp`, not from masks.
 - Scales are numpy float32 arithmetic, where each operation is one IEEE operation: nothing is fused,
   approximated or flushed to zero.
 
-`numpy.maximum`, `minimum`, `clip` and `max` give NaN if an operand is NaN; the formulas rely on it.
+`numpy.maximum`, `minimum`, `clip` and `max` return NaN if an operand is NaN; the formulas rely on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Quantized:
 
 
 def _float_values(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> Array:
-    """The finite non-negative numbers of a small float type; the number at index i has the code i."""
+    """Return the finite non-negative values of a small float type; the value at index i has the code i."""
     values = []
     for exponent in range(2**exponent_bits):
         for mantissa in range(2**mantissa_bits):
@@ -59,22 +59,22 @@ VALUES: dict[str, Array] = {
     "int8": np.arange(128, dtype=np.float64),
     "int4": np.arange(8, dtype=np.float64),
 }
-# The numbers of codes of integer types, which are two's complements.
+# How many codes each two's-complement integer type has.
 INTEGERS: dict[str, int] = {"int8": 256, "int4": 16}
 PACKED = ("e2m1", "int4")  # two codes in a byte
-# The code of NaN. e2m1 and the integers have none: conversion gives +6 and 0.
+# The code of NaN. e2m1 and the integers have none: NaN converts to +6 and 0.
 NAN_CODE: dict[str, int] = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07, "int8": 0x00, "int4": 0x00}
 SIGN_BIT: dict[str, int] = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x08}
 
 
 def encode(x: Array, element: str) -> Array:
-    """The uint8 code of the nearest number of the type, ties to the even code; saturates at +-MAX."""
+    """Return the uint8 code of the nearest value of the type: ties go to the even code, overflow saturates at +-MAX."""
     values = VALUES[element]
     magnitude = np.abs(np.asarray(x, dtype=np.float64))
     nan = np.isnan(magnitude)
     magnitude = np.where(nan, 0.0, magnitude)
     midpoints = (values[:-1] + values[1:]) / 2  # exact in float64
-    # Code i owns what lies between midpoint i - 1 and midpoint i, so it is the number of midpoints below.
+    # Code i owns the interval between midpoints i - 1 and i, so it is the number of midpoints below.
     code = np.searchsorted(midpoints, magnitude, side="left")
     tie = magnitude == np.append(midpoints, np.nan)[code]
     code = np.where(tie & (code % 2 == 1), code + 1, code)
@@ -87,7 +87,7 @@ def encode(x: Array, element: str) -> Array:
 
 
 def decode(code: Array, element: str) -> Array:
-    """The float64 value of uint8 codes, one code per entry."""
+    """Return the float64 values of uint8 codes, one code per entry."""
     code = np.asarray(code).astype(np.int64)
     if element in INTEGERS:
         count = INTEGERS[element]
@@ -102,7 +102,7 @@ def decode(code: Array, element: str) -> Array:
 
 
 def pack(code: Array) -> Array:
-    """Two 4-bit codes in a byte, the even column in the low nibble; a nibble without a column is 0."""
+    """Pack two 4-bit codes into a byte, the even column in the low nibble; a nibble without a column is 0."""
     if code.shape[1] % 2:
         code = np.pad(code, ((0, 0), (0, 1)))
     packed: Array = code[:, 0::2] + 16 * code[:, 1::2]
@@ -119,7 +119,7 @@ def unpack(data: Array, cols: int) -> Array:
 
 
 def ceil_exponent(v: Array) -> Array:
-    """The smallest integer n with v <= 2^n; v finite and positive (0 gives a very small n)."""
+    """Return the smallest integer n with v <= 2^n, for finite positive v (0 gives a very small n)."""
     fraction, exponent = np.frexp(v.astype(np.float64))  # v = fraction * 2^exponent, 0.5 <= fraction < 1
     exponent = np.where(fraction == 0.5, exponent - 1, exponent)
     return np.where(v == 0, -10000, exponent)
@@ -131,21 +131,21 @@ def _power(exponent: Array) -> Array:
 
 
 def ceil_power_field(d: Array) -> Array:
-    """deepgemm's rule: the exponent field of the power of two not below d, in 1..254; inf and NaN: 254."""
+    """Return deepgemm's exponent field of the smallest power of two >= d, in 1..254; inf and NaN: 254."""
     finite = np.isfinite(d)
     field = ceil_exponent(np.where(finite, d, F32(1))) + 127
     return np.where(finite, np.clip(field, 1, 254), 254)
 
 
 def floor_power(s: Array) -> Array:
-    """The power of two not above s; 0, inf and NaN stay as they are."""
+    """Return the largest power of two <= s; 0, inf and NaN stay as they are."""
     ordinary = np.isfinite(s) & (s > 0)
     _, exponent = np.frexp(np.where(ordinary, s, F32(1)).astype(np.float64))
     return np.where(ordinary, _power(exponent - 1), s).astype(F32)
 
 
 def e8m0_ceil(v: Array, inf_code: int) -> Array:
-    """The e8m0 code of the power of two not below v."""
+    """Return the e8m0 code of the smallest power of two >= v."""
     finite = np.isfinite(v)
     code = np.clip(ceil_exponent(np.where(finite, v, F32(1))) + 127, 0, 254)
     code = np.where(np.isinf(v), inf_code, code)
@@ -153,7 +153,7 @@ def e8m0_ceil(v: Array, inf_code: int) -> Array:
 
 
 def e8m0_value(code: Array, sign: int = 1) -> Array:
-    """2^(code - 127) as fp32, or its reciprocal with sign=-1; NaN for code 255."""
+    """Return 2^(code - 127) as fp32, or its reciprocal with sign=-1; NaN for code 255."""
     code = np.asarray(code).astype(np.int64)
     return np.where(code == 255, F32(np.nan), _power(sign * (code - 127))).astype(F32)
 
@@ -181,7 +181,7 @@ def _block_size(shape: tuple[int, int], block: str) -> tuple[int, int]:
 
 
 def block_amax(x: Array, block: str) -> Array:
-    """The largest |x| of each block, NaN if the block holds one."""
+    """Return the largest |x| of each block, NaN if the block contains one."""
     height, width = _block_size(x.shape, block)
     down, across = -(-x.shape[0] // height), -(-x.shape[1] // width)
     padded = np.zeros((down * height, across * width), dtype=F32)  # a zero never raises a maximum of |x|
@@ -191,7 +191,7 @@ def block_amax(x: Array, block: str) -> Array:
 
 
 def spread(scale: Array, shape: tuple[int, int], block: str) -> Array:
-    """The scale of every element, from the scale of every block, or from those of the rows of every block."""
+    """Return the scale of every element, from the scales of the blocks or of the rows of the blocks."""
     height, width = _block_size(shape, block)
     if scale.shape[0] == shape[0]:
         height = 1
@@ -223,7 +223,7 @@ def te_encode_scale(amax: Array, limit: np.float32, power_of_two: bool, input_ma
 def scaled_fp32(
     amax: Array, element: str, convention: str, power_of_two: bool, input_max: np.float32
 ) -> tuple[Array, str, Array]:
-    """The stored scales of tensor, row, 1x128 and 128x128, then "*" or "/" and the operand that x meets."""
+    """Return the stored fp32 scales, then "*" or "/" and the operand that is applied to x."""
     limit = F32(MAX[element])
     amax = np.maximum(amax, FLOOR[convention])
 
@@ -248,7 +248,7 @@ def scaled_fp32(
 
 
 def scaled_mx(amax: Array, element: str, convention: str) -> tuple[Array, Array]:
-    """The e8m0 codes and what x is multiplied by."""
+    """Return the e8m0 codes and the factor that multiplies x."""
     limit = F32(MAX[element])
     if convention == "deepgemm":
         code = ceil_power_field(np.maximum(amax, FLOOR["deepgemm"]) / limit)
@@ -258,7 +258,7 @@ def scaled_mx(amax: Array, element: str, convention: str) -> tuple[Array, Array]
 
 
 def scaled_nvfp4(amax: Array, tensor_amax: np.float32, convention: str) -> tuple[Array, np.float32, Array]:
-    """The e4m3 codes of the block scales, the scale of the tensor, and what x is multiplied by."""
+    """Return the e4m3 codes of the block scales, the scale of the tensor, and the factor that multiplies x."""
     both_limits = F32(448 * 6)
     if convention == "te":
         s = np.minimum(both_limits / tensor_amax, FLT_MAX)
@@ -282,8 +282,8 @@ SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dty
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """The columns of x [M, K] as rows [K, M], M rounded up to 16 by zeros, and each 16 of them rotated: the textbook's
-    transform in place, in fp32, with its steps from neighbours to halves. In x's dtype."""
+    """Return x [M, K] transposed, zero-padded to M % 16 == 0, and rotated by blocks of 16. The textbook in-place fp32
+    transform, its steps going from neighbors to halves. In x's dtype."""
     blocks = -(-x.shape[0] // 16)
     values = np.zeros((x.shape[1], blocks * 16), dtype=F32)
     values[:, : x.shape[0]] = x.detach().to(torch.float32).numpy().T
@@ -315,21 +315,21 @@ def quantize(
     scale: torch.Tensor | float | None = None,
     amax: torch.Tensor | float | None = None,
 ) -> Quantized:
-    """The bytes of x [M, K].
+    """Return the bytes of x [M, K].
 
-    - `input_dtype`: whose largest number te takes when MAX / amax overflows; x.dtype unless given.
-    - `transpose`: the column-wise copy, which is the row-wise copy of x.t().
-    - `scale`: a given decode scale (fp32-scale blocks), any shape that broadcasts to one number per block.
-    - `amax`: a given amax of the tensor (block tensor and nvfp4).
+    - `input_dtype`: te uses its largest value where MAX / amax overflows; default x.dtype.
+    - `transpose`: make the column-wise copy, which is the row-wise copy of x.t().
+    - `scale`: decode scale to use (fp32-scale blocks), of any shape that broadcasts to one per block.
+    - `amax`: amax of the tensor to use (block tensor and nvfp4).
     """
     if block not in BLOCKS or element not in MAX or convention not in FLOOR:
         raise ValueError(f"unknown format {block} {element} {convention}")
     if scale is not None and (block in ("mx", *NVFP4) or amax is not None):
-        raise ValueError("a given scale is for fp32-scale blocks, and leaves no use for an amax")
+        raise ValueError("scale works with fp32-scale blocks only, and cannot be combined with amax")
     if amax is not None and block not in ("tensor", *NVFP4):
-        raise ValueError("a given amax is for blocks with a tensor amax")
+        raise ValueError("amax works only with blocks that use the amax of the tensor")
     if F32(2.0**-126) / F32(2) == 0:
-        raise RuntimeError("this thread flushes denormals to zero: the oracle would not tell the truth")
+        raise RuntimeError("this thread flushes denormals to zero, which makes the oracle wrong")
 
     with np.errstate(all="ignore"):
         values: Array = x.detach().to(torch.float32).numpy()  # exact
@@ -346,8 +346,8 @@ def quantize(
         elif block == "mx":
             stored, operand = scaled_mx(blocks, element, convention)
         elif block in NVFP4:
-            whole = F32(np.abs(values).max(initial=0) if amax is None else _numpy32(amax).item())
-            stored, global_scale, operand = scaled_nvfp4(blocks, whole, convention)
+            tensor_amax = F32(np.abs(values).max(initial=0) if amax is None else _numpy32(amax).item())
+            stored, global_scale, operand = scaled_nvfp4(blocks, tensor_amax, convention)
         else:
             if amax is not None:
                 blocks = np.broadcast_to(_numpy32(amax), blocks.shape)
@@ -370,7 +370,7 @@ def quantize(
 
 
 def dequantize(q: Quantized, *, block: str, element: str, shape: tuple[int, int]) -> torch.Tensor:
-    """q * d (* g) in float64; `shape` is [rows, columns] of this copy: [K, M] for a column-wise one."""
+    """Return q * d (* g) in float64; `shape` is [rows, columns] of this copy: [K, M] for a column-wise one."""
     data, stored = q.data.view(torch.uint8).numpy(), q.scale
     code = unpack(data, shape[1]) if element in PACKED else data
     if block == "mx":
@@ -391,12 +391,12 @@ def _numpy32(value: torch.Tensor | float) -> Array:
 
 
 # ------------------------------------------------------------------------------
-# Inputs that find mistakes
+# Adversarial inputs
 # ------------------------------------------------------------------------------
 
 
 def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Named [rows, cols] inputs of a dtype (bf16, f16 or fp32)."""
+    """Return named [rows, cols] inputs of a dtype (bf16, f16 or fp32)."""
     generator = torch.Generator().manual_seed(seed)
     info = torch.finfo(dtype)
 
@@ -421,7 +421,7 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str
     inputs["outliers"] = outliers.to(dtype)
 
     # Every group of 16 has the amax MAX * 2^k + n ulps, so every larger group has one of them. k changes
-    # little within 128 columns and much from there to the next, so that the large groups meet many k too.
+    # little within 128 columns and much between them, so that large groups see many k too.
     for limit in (448, 57344, 6, 127, 240):
         lowest = int(np.ceil(np.log2(info.tiny) - np.log2(limit))) + 6
         highest = int(np.floor(np.log2(info.max) - np.log2(limit))) - 1
@@ -442,7 +442,7 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str
     x[uniform() < 0.3] = -0.0
     x[uniform() < 0.3] = 0.0
     inputs["some_zeros"] = x.to(dtype)
-    # The first block of every format, on a tensor large enough that others remain.
+    # Zero the first block of every format; on a large enough tensor other blocks remain nonzero.
     x = normal()
     x[: min(128, -(-rows // 2)), : min(128, -(-cols // 2))] = 0
     inputs["zero_block"] = x.to(dtype)
@@ -461,7 +461,7 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str
     inputs["small"] = (normal() * 1e-6).to(dtype)
     inputs["huge"] = ((0.5 + uniform() / 2) * info.max * (integers(0, 1, (rows, cols)) * 2 - 1)).to(dtype)
     inputs["largest"] = torch.full((rows, cols), info.max, dtype=dtype)
-    # Neighbouring blocks differ in magnitude, up to the range of the dtype, and so do neighbouring elements.
+    # Neighboring blocks differ in magnitude, up to the range of the dtype, and so do neighboring elements.
     exponent = uniform() * (np.log2(info.max) - np.log2(smallest)) + np.log2(smallest)
     inputs["range"] = (normal().sign() * torch.exp2(exponent)).to(dtype)
     exponent = integers(-10, 10, (rows, -(-cols // 16))).repeat_interleave(16, dim=1)[:, :cols]
@@ -469,7 +469,7 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str
 
     for name, value in (("inf", float("inf")), ("minus_inf", -float("inf")), ("nan", float("nan"))):
         inputs[f"one_{name}"] = with_one(value)
-    # The NaN of all ones: its sign must not survive, and an encoder that adds to its bits wraps around.
+    # The all-ones NaN: its sign must not survive, and an encoder that adds to its bits wraps around.
     x = inputs["one_nan"].clone()
     x.view(torch.int32 if dtype == torch.float32 else torch.int16)[x.isnan()] = -1
     inputs["one_minus_nan"] = x
@@ -478,7 +478,7 @@ def adversarial(rows: int, cols: int, dtype: torch.dtype, seed: int) -> dict[str
         x[uniform() < 0.01] = value
     inputs["many_specials"] = x.to(dtype)
 
-    # MAX in every group of 16 makes its scale 1; all others lie half way between two numbers of the type.
+    # MAX in every group of 16 makes its scale 1; all other elements lie halfway between two values of the type.
     for element, values in VALUES.items():
         midpoints = torch.from_numpy((values[:-1] + values[1:]) / 2)
         x = midpoints[torch.randint(len(midpoints), (rows, cols), generator=generator)]

@@ -1,4 +1,4 @@
-"""What a workload is: one op, one real shape, one set of options, and how to make its inputs."""
+"""Workloads: one op, one real shape, one set of options, and a builder of inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
         return self.kwargs.get(name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The plain tensors among the arguments."""
+        """Return the plain tensors among the arguments."""
         return {
             name: value
             for name, value in self.kwargs.items()
@@ -38,19 +38,19 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """That of its first tensor."""
+        """Device of its first tensor."""
         return next(_leaves(list(self.kwargs.values()))).device
 
     def to(self, device: torch.device | str) -> Call:
-        """The call with its tensors on a device, and with gradients that find their way back."""
+        """Return the call with its tensors on a device, such that gradients flow back to the originals."""
         return replace(self, kwargs=moved(self.kwargs, torch.device(device)))
 
     def with_(self, **changed: Any) -> Call:
-        """The call with some arguments changed or added."""
+        """Return the call with some arguments changed or added."""
         return replace(self, kwargs={**self.kwargs, **changed})
 
     def requiring_grad(self) -> Call:
-        """The call with new leaves in place of its floating-point tensors."""
+        """Return the call with new leaves in place of its floating-point tensors."""
         leaves = {
             name: tensor.detach().requires_grad_()
             for name, tensor in self.tensors().items()
@@ -60,7 +60,7 @@ class Call:
 
 
 def run_op(name: str, **arguments: Any) -> list[Tensor]:
-    """Call an op of the catalogue with its arguments by name; returns the outputs that are not None."""
+    """Call an op of the catalogue with arguments by name; return the outputs that are not None."""
     op = catalogue[name]
     outputs = op(op.arguments.cls(**arguments))
     return [output for output in op.outputs.flatten(outputs) if output is not None]
@@ -70,7 +70,7 @@ PERIOD = 2**20 - 3  # a prime, so that rows of any length differ
 
 
 class Inputs:
-    """What builders make tensors with: normal random numbers of one seed, or nothing on the meta device."""
+    """Source of a builder's tensors: seeded normal values, or nothing on the meta device."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -79,18 +79,18 @@ class Inputs:
     def normal(
         self, *shape: int, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Those of a large tensor repeat: to draw them all takes longer than most ops."""
-        made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        """Large tensors reuse one block of random values; drawing every element would take longer than most ops."""
+        output = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if self.device.type == "meta":
-            return made
-        drawn = torch.randn(min(made.numel(), PERIOD), generator=self._generator) * std + mean
-        drawn = drawn.to(made)
-        for part in torch.split(made.view(-1), PERIOD):
+            return output
+        drawn = torch.randn(min(output.numel(), PERIOD), generator=self._generator) * std + mean
+        drawn = drawn.to(output)
+        for part in torch.split(output.view(-1), PERIOD):
             part.copy_(drawn[: part.numel()])
-        return made
+        return output
 
     def activation(self, *shape: int) -> Tensor:
-        """A tensor like a hidden state: one channel in about a thousand has outliers."""
+        """Return a tensor like a hidden state: about one channel in a thousand has outliers."""
         drawn = self.normal(*shape)
         if drawn.device.type != "meta":
             drawn[..., :: 997 if shape[-1] > 997 else 97] *= 30
@@ -104,13 +104,13 @@ Build = Callable[["Workload", Inputs, tuple[int, ...]], Call]
 class Workload:
     """A named problem of an op.
 
-    - `op`: its name in `weft.catalogue`; `options`: the name of the set of options that it is called with.
+    - `op`: its name in `weft.catalogue`; `options`: the name of its set of options.
     - `name`: the model and the place in it that the shape comes from.
-    - `shape`: that of the main input; "rows" in it stands for the number of tokens, which is `rows`.
-    - `tags`: `training`, `inference`, and `backward` for what an autograd engine calls rather than a person.
-    - `fp8_dot`: it is for targets alone that multiply e4m3.
-    - `unread`: arguments whose numbers are not read, only their shape and dtype.
-    - `rereads`: why more than `least_bytes` have to move, and `moves`: at most how many times `least_bytes`.
+    - `shape`: shape of the main input; "rows" in it stands for the number of tokens, which is `rows`.
+    - `tags`: `training`, `inference`, and `backward` for ops that autograd calls rather than a person.
+    - `fp8_dot`: it needs a target that multiplies e4m3.
+    - `unread`: arguments of which only shape and dtype are read.
+    - `rereads`: why more than `least_bytes` must move, and `moves`: the maximum as a multiple of `least_bytes`.
     """
 
     op: str
@@ -130,7 +130,7 @@ class Workload:
     def __post_init__(self) -> None:
         if (self.moves > 1.02) != bool(self.rereads):
             raise ValueError(
-                f"{self}: give `rereads`, a reason, together with `moves` above 1, and neither without the other"
+                f"{self}: `moves` above 1 needs a reason in `rereads`, and `rereads` needs `moves` above 1"
             )
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Workload:
         return last
 
     def sized(self, rows: int) -> tuple[int, ...]:
-        """The shape with that many rows."""
+        """Return the shape with that many rows."""
         return tuple(rows if size == "rows" else size for size in self.shape)
 
     def make(
@@ -156,26 +156,26 @@ class Workload:
         rows: int | None = None,
         seed: int = 0,
     ) -> Call:
-        """The call, with inputs on `device`, and with another number of rows or another dtype if given."""
+        """Return the call, with inputs on `device` and optionally another number of rows or another dtype."""
         inputs = Inputs(device, dtype or self.dtype, seed)
         return self.build(self, inputs, self.sized(self.rows if rows is None else rows))
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
-        """The bytes that must move at least: every input read once and every output written once. An output that is a
-        view of an input (the gate of a modulation) counts as neither."""
+        """Return the minimum of bytes to move: every input is read once and every output written once. An output that
+        is a view of an input (the gate of a modulation) counts as neither."""
         call = self.make("meta", dtype, rows)
         with recording("sm_90"):
             result = call()
         inputs = list(_leaves([value for name, value in call.kwargs.items() if name not in self.unread]))
-        held = {tensor.untyped_storage()._cdata for tensor in inputs}
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         moved = sum(map(_bytes, inputs))
         for tensor in _leaves(result):
-            moved += -_bytes(tensor) if tensor.untyped_storage()._cdata in held else _bytes(tensor)
+            moved += -_bytes(tensor) if tensor.untyped_storage()._cdata in input_storages else _bytes(tensor)
         return moved
 
 
 def _bytes(tensor: Tensor) -> int:
-    """The bytes of distinct elements: an expanded dimension counts once."""
+    """Return the bytes of distinct elements: an expanded dimension counts once."""
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= size if stride or size == 0 else 1
@@ -183,7 +183,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
-    """The plain tensors inside results and arguments."""
+    """Yield the plain tensors inside results or arguments."""
     if isinstance(value, QTensor):
         for copy in (value.rowwise, value.columnwise):
             yield from _leaves(copy)
@@ -195,7 +195,7 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Arguments or results with all of their tensors on a device. What is there already is not copied."""
+    """Return arguments or results with all tensors on a device; tensors that are there already are not copied."""
     if isinstance(value, Tensor):
         return value if value.device == device else value.to(device)
     if isinstance(value, dict):

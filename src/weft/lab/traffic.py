@@ -1,8 +1,8 @@
-"""How many bytes a workload moves, counted at every access of its kernels, beside the least that must move.
+"""Count the bytes that a workload moves, at every access of its kernels, and compare them with the minimum.
 
 Loom runs the kernels on this machine's CPU and counts their accesses. The kernels are those that the op would launch on
-`target`, with that GPU's tiles and number of programs. What moves between the GPU's memory and its caches is modelled
-from the counts:
+`target`, with that GPU's tiles and number of programs. Traffic between the GPU's memory and its caches is modelled from
+the counts:
 
 - a tensor of at most `CACHED` bytes is read and written once, however many programs access it (a weight, the scales);
 - of a larger tensor, every program reads the 32-byte sectors that it touches from memory, each time it loads them;
@@ -25,7 +25,7 @@ CACHED = 8 << 20  # a sixth of an H100's L2 cache
 
 
 class Totals(NamedTuple):
-    """Bytes that launches move, added up."""
+    """Total bytes that launches move."""
 
     requested: int  # by every access
     per_program: int  # 32-byte sectors that each program touches, summed over the programs
@@ -35,7 +35,7 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Moved:
-    """One call of a workload, over all of its launches."""
+    """Traffic of one call of a workload, over all of its launches."""
 
     workload: Workload
     rows: int
@@ -50,15 +50,16 @@ class Moved:
 
     @property
     def as_promised(self) -> bool:
-        """Whether the modelled bytes are within what the workload allows, plus part of a sector at either end of each
-        tensor. An excess of a few percent comes from partial sums, which do not shrink with the number of rows."""
+        """True if the modelled bytes are within what the workload allows. Part of a sector is tolerated at either end
+        of each tensor. An excess of a few percent comes from partial sums, which do not shrink with the number of
+        rows."""
         moves = self.workload.moves
         excess = (moves - 1) * (self.workload.least_bytes() if 1.02 < moves < 1.1 else self.least)
         return self.total.modelled <= self.least + excess + 64 * self.tensors
 
 
 def rows_within(workload: Workload, least_bytes: int) -> int:
-    """The workload's number of rows, or the smaller number with which about `least_bytes` have to move."""
+    """Return the workload's number of rows, or the smaller number for which about `least_bytes` must move."""
     per_row = max(1, (workload.least_bytes(1032) - workload.least_bytes(8)) // 1024)
     return min(workload.rows, max(1, least_bytes // per_row))
 
@@ -87,7 +88,7 @@ def count_call(workload: Workload, call: Call, rows: int | None = None, target: 
 
 
 def totals(launches: Iterable[LaunchCount]) -> Totals:
-    """The counts of launches added up, with the model that this module describes."""
+    """Return the sum of the counts of launches, with the model that this module describes."""
     requested = per_program = per_launch = modelled = 0
     for argument in (argument for launch in launches for argument in launch.arguments.values()):
         loads, stores = argument.loads, argument.stores

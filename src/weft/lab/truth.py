@@ -1,8 +1,8 @@
 """Building blocks of the truths of all families.
 
 A truth is written in float64 from the documented formula of an op alone. For each result and gradient of a call it
-gives either the exact tensor, or the number in float64 with the arithmetic error that fp32 may add to it before the
-last rounding: a few roundings of the largest term that is added or subtracted.
+gives either the exact tensor, or its float64 value with the arithmetic error that fp32 may add before the last
+rounding: a few roundings of the largest term that is added or subtracted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .problem import Call
 
 EPS32 = torch.finfo(torch.float32).eps
 # The longest chain of fp32 roundings on the way to a result: a mean of up to 2^17 squares (in tiles, pairwise),
-# rsqrt, three products and two sums. Random walks of that many halves stay well below it.
+# rsqrt, three products and two sums. Random walks of that many half-ulp steps stay well below it.
 ROUNDINGS = 16
-DENORMAL = 2.0**-149  # numbers below fp32's normal range have this absolute precision
+DENORMAL = 2.0**-149  # absolute precision of values below fp32's normal range
 
 
 @dataclass(frozen=True)
 class Near:
-    """A result lies within `noise` of `truth`, before it is rounded to its own dtype."""
+    """A result that lies within `noise` of `truth` before it is rounded to its own dtype."""
 
     truth: Tensor
     noise: Tensor
 
 
 Truth = Callable[[Call, dict[str, Tensor]], dict[str, "Near | Tensor"]]
-"""A function of a call and the upstream gradients of its results; it returns, by name, what each result and each
-gradient must be."""
+"""Function of a call and the upstream gradients of its results that returns, by name, the expected results and
+gradients."""
 
 
 def straight(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def near(got: Tensor, expected: Near) -> None:
-    """Assert that a result is the truth, rounded once; and where it is more than a speck, that damage of it is noticed.
+    """Assert that a result is the truth, rounded once, and that unless it is tiny, damage to it would be noticed.
 
     Infinities are exact, and bytes are codes of e4m3."""
     from triton_loom.testing import assert_rounded_once, ulp
@@ -69,6 +69,6 @@ def near(got: Tensor, expected: Near) -> None:
         and bool((expected.truth.abs().amax() > 4 * budget.amax()).all())
     ):
         assert_rounded_once(got, expected.truth, expected.noise)
-    else:  # one column: everything is ±1, and its gradient the difference of equals
+    else:  # one column: every element is ±1, and its gradient a difference of equals
         assert got.shape == expected.truth.shape
         assert ((got.double() - expected.truth).abs() <= budget).all()

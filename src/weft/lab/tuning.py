@@ -1,7 +1,7 @@
-"""Other configs of the launch choices that a workload makes: which may be taken, and which a model of a GPU prefers.
+"""Alternative configs for the launch choices of a workload: which are valid, and which a model of a GPU prefers.
 
-A candidate may be taken if the op keeps its promises with it. Bits are promised of whatever is quantised or an integer:
-those have to be the default's, at the size that is timed. Other numbers have to be as accurate as the op's truth
+A candidate is valid if the op keeps its guarantees with it. Quantized and integer results are guaranteed bit for bit:
+they must equal the default's, at the size that is timed. Other results must be as accurate as the op's truth
 demands.
 """
 
@@ -29,30 +29,30 @@ from .families import Call, Workload, flops_of, truth_of
 from .model import BOARDS, USUAL, Bounds, Tile, element_of, latency_stretch, tile_stretch
 from .problem import moved
 
-MANY = 131  # rows that are more than few, and few enough to be judged
+MANY = 131  # more than few rows, but few enough to judge
 
 
-# ---- which choices, and which configs ---------------------------------------------------------------------
+# ---- choices and candidates -------------------------------------------------------------------------------
 
 
 class _Asked(Tuned):
-    """Nothing tuned, and a list of what was asked for."""
+    """Records what is asked for; nothing is tuned."""
 
     def find(self, name: str, facts: tuple[Fact, ...]) -> None:
         self.entries[name, facts] = {}
 
 
 def asked(run: Callable[[], Any], target: Capabilities) -> list[Key]:
-    """The choices that a call makes on a target, which it is asked for anew."""
-    noting = _Asked()
-    with choosing_for(replace(target, tuned=noting)):
+    """Return the choices that a call makes on a target, starting from an empty table."""
+    recorder = _Asked()
+    with choosing_for(replace(target, tuned=recorder)):
         run()
-    return list(noting.entries)
+    return list(recorder.entries)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config for one key, and the target on which it alone is tuned."""
+    """A config for one key, and a target on which only this key is tuned."""
 
     key: Key
     config: Any
@@ -72,26 +72,26 @@ class Candidate:
         return self.choice.fields_of(self.config)
 
     def running(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """The call with this config."""
+        """Return the call with this config."""
 
-        def chosen() -> Any:
+        def run_chosen() -> Any:
             with choosing_for(self.target):
                 return run()
 
-        return chosen
+        return run_chosen
 
 
 def default_of(key: Key, target: Capabilities) -> Candidate:
-    """What is chosen where nothing is tuned."""
+    """Return the candidate that is chosen if nothing is tuned."""
     name, facts = key
     return Candidate.of(key, choices[name].default(facts, target.untuned), target)
 
 
-# ---- which may be taken -----------------------------------------------------------------------------------
+# ---- validity ---------------------------------------------------------------------------------------------
 
 
 def promised(results: dict[str, Any]) -> dict[str, Any]:
-    """Those results of whose bits something is promised: what is quantised, and what is no floating-point number."""
+    """Return the results that are guaranteed bit for bit: quantized ones, and those that are not floating-point."""
     return {
         name: value
         for name, value in results.items()
@@ -100,7 +100,7 @@ def promised(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not(candidate: Candidate, workload: Workload, call: Call, default: dict[str, Any]) -> str:
-    """Why a candidate may not be taken, or "". `default` are the results of the call, on its device, without it."""
+    """Return why a candidate is invalid, or "". `default` are the results of the call, on its device, without it."""
     try:
         with choosing_for(candidate.target):
             got = moved(returned(call), CPU)
@@ -108,8 +108,8 @@ def why_not(candidate: Candidate, workload: Workload, call: Call, default: dict[
             with under(device=call.device):
                 _judge_accuracy(candidate, workload)
     except Exception as error:  # whatever a compiler or a launch raises
-        said = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {said[0] if said else ''}"[:200]
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
     return ""
 
 
@@ -124,12 +124,12 @@ def _judge_bits(got: dict[str, Any], default: dict[str, Any]) -> None:
 
 
 def _judge_accuracy(candidate: Candidate, workload: Workload) -> None:
-    """Against the truth, with as many rows as it takes to come to this choice."""
+    """Compare with the truth, with as many rows as it takes to reach this choice."""
     for rows in (few_rows(workload), MANY, workload.rows):
         with recording(candidate.target.target):
-            made = workload.make("meta", rows=rows)
-            meets = candidate.key in asked(made, candidate.target)
-        if meets:
+            call = workload.make("meta", rows=rows)
+            is_reached = candidate.key in asked(call, candidate.target)
+        if is_reached:
             break
     if truth_of(workload.op) is not None:
         assert_accurate(workload.op, workload.make(rows=rows))
@@ -138,7 +138,7 @@ def _judge_accuracy(candidate: Candidate, workload: Workload) -> None:
 
 
 def failed_check(candidate: Candidate, workload: Workload, device: torch.device) -> str:
-    """The first check that fails with a candidate, and what it says; or ""."""
+    """Return the first check that fails with a candidate and its message, or ""."""
     for name in ("quantized_bytes", "guard_bands", "determinism"):
         try:
             with choosing_for(candidate.target), under(device=device):
@@ -150,37 +150,37 @@ def failed_check(candidate: Candidate, workload: Workload, device: torch.device)
     return ""
 
 
-# ---- which a model prefers --------------------------------------------------------------------------------
+# ---- ranking by a model -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Started:
-    """A launch: what is compiled for it, and how many programs it has."""
+    """A launch: the variant compiled for it, and its number of programs."""
 
     variant: Variant
     programs: int
 
 
 def started(candidate: Candidate, workload: Workload) -> list[Started]:
-    """What a workload launches with a candidate on its target."""
-    found: list[Started] = []
+    """Return what a workload launches with a candidate on its target."""
+    launches: list[Started] = []
 
     def note(launch: Any, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
         variant = launch.variant(pointers, max(integers) >= WIDE, len(integers))
-        found.append(Started(variant, math.prod(grid)))
+        launches.append(Started(variant, math.prod(grid)))
 
     with recording(candidate.target.target), choosing_for(candidate.target), observing(note):
         workload.make("meta")()
-    return found
+    return launches
 
 
 def modelled(
     candidate: Candidate, workload: Workload, launches: Sequence[Started],
     binaries: dict[Variant, Binary | CompileError], changed: Iterable[Variant],
 ) -> tuple[float, str]:  # fmt: skip
-    """(seconds, why not): the time of a workload on the usual board of a target, *modelled*. The launches that the
-    choice changes take longer than their bound where too few bytes are under way, where the last wave of programs does
-    not fill the board, and where tiles of products are read from shared memory for longer than they are multiplied."""
+    """Return (seconds, why not): the time of a workload on the usual board of a target, *modelled*. Launches that the
+    choice changes exceed their bound if too few bytes are in flight, if the last wave of programs does not fill the
+    board, or if reading tiles of products from shared memory takes longer than multiplying them."""
     target = candidate.target.target
     board = BOARDS[USUAL[target]]
     config, stretch = candidate.config, 1.0
@@ -190,14 +190,18 @@ def modelled(
         binary = binaries[launch.variant]
         if isinstance(binary, CompileError):
             return math.inf, f"does not compile: {binary.reason}"
-        wrong = faults(launch.variant, binary)
-        if wrong:
-            return math.inf, wrong[0]
+        problems = faults(launch.variant, binary)
+        if problems:
+            return math.inf, problems[0]
         warps = launch.variant.num_warps
-        held = max(1, occupancy_of(target, warps, binary.registers, binary.shared).warps // warps)
-        found = latency_stretch(board, binary, launch.programs, held, warps * candidate.target.warp_size)
+        resident = max(1, occupancy_of(target, warps, binary.registers, binary.shared).warps // warps)
+        launch_stretch = latency_stretch(
+            board, binary, launch.programs, resident, warps * candidate.target.warp_size
+        )
         if flops_of(workload) is not None and {"m", "n", "k"} <= set(config._fields):
             waves = launch.programs / board.multiprocessors
-            found = math.ceil(waves) / waves * tile_stretch(board, element_of(workload), Tile(*config[:3]))
-        stretch = max(stretch, found)
+            launch_stretch = (
+                math.ceil(waves) / waves * tile_stretch(board, element_of(workload), Tile(*config[:3]))
+            )
+        stretch = max(stretch, launch_stretch)
     return Bounds.of(workload).seconds(board, len(launches)) * stretch, ""

@@ -1,8 +1,8 @@
-"""Modules made of Weft's functions, with the names that checkpoints of Llama, Qwen3 and DeepSeek have in transformers,
-and the conversion of models that have modules of their own.
+"""Modules built on Weft's functions, with the checkpoint names of Llama, Qwen3 and DeepSeek in transformers, and
+the conversion of models that have modules of their own.
 
-Each `forward` is a few calls of public functions. A `recipe=` says in what numbers products are computed; where a norm,
-a gated unit or attention comes before a layer with a quantised recipe, it writes the codes itself.
+Each `forward` is a few calls of public functions. A `recipe=` sets the format in which products are computed; a norm,
+gated unit or attention before a layer with a quantized recipe writes the codes itself.
 """
 
 from ..report import Report

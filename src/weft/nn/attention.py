@@ -1,4 +1,4 @@
-"""Attention with its projections: by heads that share keys, and by latents."""
+"""Attention with its projections: with grouped heads, and with latents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .norm import RMSNorm
 
 
 class Rotary(nn.Module):
-    """The rotation of queries and keys by their positions. It has no parameters, and all layers can share one.
+    """Rotation of queries and keys by their positions. It has no parameters, and all layers can share one.
 
-    `Rotary(base)` turns pairs by `position * base^(-2i / dim)`; `Rotary.of(config.rope_parameters)` reads what
-    transformers keeps in a configuration (the kinds default, linear, llama3 and yarn). `dim`, `style` and `first` are
-    those of `weft.Rotation`, for models that rotate a part of each head.
+    `Rotary(base)` rotates pairs by `position * base^(-2i / dim)`; `Rotary.of(config.rope_parameters)` reads a
+    transformers configuration (the kinds default, linear, llama3 and yarn). `dim`, `style` and `first` have the meaning
+    they have in `weft.Rotation`, for models that rotate a part of each head.
 
-    `forward(x, positions)` rotates heads [batch, tokens, heads, dim]. `Attention` does so together with the norm of
-    heads.
+    `forward(x, positions)` rotates heads [batch, tokens, heads, dim]. `Attention` fuses the rotation with the norm of
+    the heads.
 
     >>> import torch, weft.nn
     >>> rotary = weft.nn.Rotary.of({"rope_type": "default", "rope_theta": 500000.0})
@@ -33,7 +33,7 @@ class Rotary(nn.Module):
     """
 
     rotation: Rotation
-    score_factor: float  # what YaRN multiplies the scores of DeepSeek by
+    score_factor: float  # YaRN's factor on DeepSeek's attention scores
 
     def __init__(
         self,
@@ -55,48 +55,50 @@ class Rotary(nn.Module):
         style: Literal["neox", "interleaved"] = "neox",
         first: bool = True,
     ) -> Rotary:
-        """That of the `rope_parameters` of a configuration."""
+        """Build the rotation from the `rope_parameters` of a configuration."""
         kind = parameters.get("rope_type", "default")
-        made = Rotary(float(parameters["rope_theta"]), dim=dim, style=style, first=first)
+        rotary = Rotary(float(parameters["rope_theta"]), dim=dim, style=style, first=first)
         if parameters.get("partial_rotary_factor", 1.0) != 1.0 and dim is None:
-            raise ValueError("partial_rotary_factor rotates a part of each head: give dim=, its even length")
+            raise ValueError(
+                "partial_rotary_factor rotates a part of each head: pass dim=, the even size of that part"
+            )
         if kind == "default":
-            return made
+            return rotary
         factor = float(parameters["factor"])
         if kind == "linear":
-            made.rotation = made.rotation.linear(factor)
+            rotary.rotation = rotary.rotation.linear(factor)
         elif kind == "llama3":
-            made.rotation = made.rotation.llama3(
+            rotary.rotation = rotary.rotation.llama3(
                 factor,
                 parameters["original_max_position_embeddings"],
                 low=parameters["low_freq_factor"],
                 high=parameters["high_freq_factor"],
             )
         elif kind == "yarn" and parameters.get("truncate", True):
-            made.rotation = made.rotation.yarn(
+            rotary.rotation = rotary.rotation.yarn(
                 factor,
                 parameters["original_max_position_embeddings"],
                 beta_fast=parameters.get("beta_fast") or 32.0,
                 beta_slow=parameters.get("beta_slow") or 1.0,
                 magnitude=_yarn_magnitude(parameters, factor),
             )
-            made.score_factor = _yarn_growth(factor, parameters.get("mscale_all_dim") or 0.0) ** 2
+            rotary.score_factor = _yarn_growth(factor, parameters.get("mscale_all_dim") or 0.0) ** 2
         else:
             raise ValueError(
                 f"rope_type must be default, linear, llama3, or yarn with truncate=True; got {dict(parameters)}"
             )
-        return made
+        return rotary
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         return rope(x, self.rotation, positions=positions)
 
     def extra_repr(self) -> str:
         r = self.rotation
-        told = [
+        parts = [
             f"base={r.base}",
             *(f"{name}={getattr(r, name)!r}" for name in ("dim", "scaling") if getattr(r, name)),
         ]
-        return ", ".join([*told, *(["style='interleaved'"] if r.style == "interleaved" else [])])
+        return ", ".join([*parts, *(["style='interleaved'"] if r.style == "interleaved" else [])])
 
 
 def _yarn_growth(factor: float, slope: float = 1.0) -> float:
@@ -104,35 +106,35 @@ def _yarn_growth(factor: float, slope: float = 1.0) -> float:
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    """What rotated heads are multiplied by."""
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    """Return the factor by which rotated heads are multiplied."""
+    factor_override = parameters.get("attention_factor")
+    if factor_override is not None:
+        return float(factor_override)
     slopes = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if all(slopes):
         return _yarn_growth(factor, slopes[0]) / _yarn_growth(factor, slopes[1])  # type: ignore[arg-type]
     return _yarn_growth(factor)
 
 
-# ---- places in a paged cache ----------------------------------------------------------------------------
+# ---- slots in a paged cache -----------------------------------------------------------------------------
 
 
 class Pages(NamedTuple):
-    """Where in paged caches the tokens of a call go and what they see there. All layers share it.
+    """Slots that the tokens of a call take in paged caches, and the tokens they see there. All layers share it.
 
-    `Pages.of(table, lengths, tokens=…, page_size=…)` makes it on the device, for calls with `tokens` new tokens of
-    each sequence.
+    `Pages.of(table, lengths, tokens=…, page_size=…)` builds it on the device, for calls with `tokens` new tokens per
+    sequence.
     """
 
     table: Tensor  # int32 [sequences, pages], the pages of each sequence in order
-    lengths: Tensor  # [sequences], tokens of each sequence with those of this call
-    positions: Tensor  # int32 [sequences, tokens], of those of this call
-    slots: Tensor  # [sequences, tokens], where they are written; -1 for none
+    lengths: Tensor  # [sequences], tokens of each sequence including this call's
+    positions: Tensor  # int32 [sequences, tokens], of this call's tokens
+    slots: Tensor  # [sequences, tokens], where the tokens are written; -1 for none
 
     @staticmethod
     def of(table: Tensor, lengths: Tensor, *, tokens: int, page_size: int) -> Pages:
-        """`lengths` [sequences] count the new tokens. A sequence with fewer tokens than the call has begins with pads:
-        what the model makes of these means nothing.
+        """Build from `lengths` [sequences], which include the new tokens. A sequence with fewer tokens than the call
+        starts with padding, for which the model's output is meaningless.
 
         >>> import torch, weft.nn
         >>> pages = weft.nn.Pages.of(torch.tensor([[3, 1]]), torch.tensor([18]), tokens=3, page_size=16)
@@ -153,15 +155,15 @@ class Pages(NamedTuple):
 class Attention(nn.Module):
     """Causal self-attention with projections: `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
-    - `num_key_value_heads`: neighbouring heads share keys and values; by default none do.
+    - `num_key_value_heads`: neighboring heads share keys and values; by default none do.
     - `rotary`: a `Rotary`, or None.
-    - `qk_norm`: the eps of an `RMSNorm` of each head, `q_norm` and `k_norm` (Qwen3).
-    - `sliding_window`: how many tokens a token sees, itself among them, as configurations of transformers count.
-    - `sinks`: a learned score for each head that has no value (gpt-oss).
-    - `bias`: of all four projections.
+    - `qk_norm`: the eps of a per-head `RMSNorm`, `q_norm` and `k_norm` (Qwen3).
+    - `sliding_window`: the number of tokens a token sees, including itself, as transformers configurations count.
+    - `sinks`: a learned score per head that has no value (gpt-oss).
+    - `bias`: whether all four projections have one.
 
-    `forward(x)` takes [batch, tokens, hidden], or packed sequences [tokens, hidden] with `cu_seqlens`. With `cache`, a
-    `weft.KVCache` of this layer, and `pages`, the tokens of x are written to the cache and see what is there: for
+    `forward(x)` takes [batch, tokens, hidden], or packed sequences [tokens, hidden] with `cu_seqlens`. Given `cache`, a
+    `weft.KVCache` of this layer, and `pages`, it writes the tokens of x to the cache and attends to what is there: for
     inference, under `torch.no_grad()`.
 
     >>> import torch, weft.nn
@@ -195,18 +197,18 @@ class Attention(nn.Module):
         self.head_dim = head_dim or hidden_size // heads
         self.sliding_window = sliding_window
         self.rotary_emb = rotary
-        made: Any = {"device": device, "dtype": dtype}
-        self.q_proj = Linear(hidden_size, heads * self.head_dim, bias, recipe=recipe, **made)
-        self.k_proj = Linear(hidden_size, kv_heads * self.head_dim, bias, recipe=recipe, **made)
-        self.v_proj = Linear(hidden_size, kv_heads * self.head_dim, bias, recipe=recipe, **made)
-        self.o_proj = Linear(heads * self.head_dim, hidden_size, bias, recipe=recipe, **made)
-        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **made)
-        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **made)
-        given = nn.Parameter(torch.zeros(heads, **made)) if sinks else None
-        self.register_parameter("sinks", given)
+        factory_kwargs: Any = {"device": device, "dtype": dtype}
+        self.q_proj = Linear(hidden_size, heads * self.head_dim, bias, recipe=recipe, **factory_kwargs)
+        self.k_proj = Linear(hidden_size, kv_heads * self.head_dim, bias, recipe=recipe, **factory_kwargs)
+        self.v_proj = Linear(hidden_size, kv_heads * self.head_dim, bias, recipe=recipe, **factory_kwargs)
+        self.o_proj = Linear(heads * self.head_dim, hidden_size, bias, recipe=recipe, **factory_kwargs)
+        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **factory_kwargs)
+        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **factory_kwargs)
+        sink_parameter = nn.Parameter(torch.zeros(heads, **factory_kwargs)) if sinks else None
+        self.register_parameter("sinks", sink_parameter)
 
     def reset_parameters(self) -> None:
-        """Of the sinks; projections and norms have their own."""
+        """Reset the sinks; projections and norms reset their own parameters."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -223,9 +225,7 @@ class Attention(nn.Module):
         pages: Pages | None = None,
     ) -> Tensor:
         if (cache is None) != (pages is None):
-            raise ValueError(
-                "cache= and pages= go together: the cache of this layer, and where its tokens are"
-            )
+            raise ValueError("cache= and pages= go together: this layer's cache, and the pages of its tokens")
         x = in_numbers(x, self.input_numbers())
         heads = (
             layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -267,8 +267,8 @@ def attend(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of [batch, tokens, heads, dim], or of packed sequences, in the numbers of the projection that
-    follows, the heads of a token side by side. `window`: how many keys before its own a query sees."""
+    """Compute causal attention over [batch, tokens, heads, dim] or packed sequences, in the format that `o_proj` takes,
+    with the heads of a token concatenated. `window`: how many keys before its own a query sees."""
     numbers = numbers_for(o_proj)
     y = attention(
         q,
@@ -287,15 +287,15 @@ def attend(
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose keys and values come from a latent of each token (MLA), as in DeepSeek-V2 and -V3.
+    """Causal self-attention whose keys and values come from a per-token latent (MLA), as in DeepSeek-V2 and -V3.
 
-    The names of the sizes and of the projections are those of transformers: `q_proj`, or with `q_lora_rank` `q_a_proj`,
-    `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`. `rotary` turns the
-    last `qk_rope_head_dim` numbers of queries and the key that all heads share: make it by
+    Sizes and projections have the names of transformers: `q_proj`, or with `q_lora_rank` `q_a_proj`, `q_a_layernorm`
+    and `q_b_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`. `rotary` rotates the last
+    `qk_rope_head_dim` elements of queries and the key that all heads share: build it by
     `Rotary.of(config.rope_parameters, dim=config.qk_rope_head_dim, style="interleaved", first=False)`.
 
-    For training and for whole prompts. Decoding over a cache of latents is `weft.mla_decode`, with queries into which
-    `kv_b_proj` is multiplied; this module does not do that.
+    For training and whole prompts. To decode over a cache of latents use `weft.mla_decode`, with `kv_b_proj` absorbed
+    into the queries; this module does not do that.
 
     >>> import torch, weft.nn
     >>> rotary = weft.nn.Rotary(10000.0, dim=16, style="interleaved", first=False)
@@ -335,24 +335,26 @@ class LatentAttention(nn.Module):
         self.widths = (
             qk_nope_head_dim,
             v_head_dim,
-        )  # of a head's key without its rotated part, and of its value
+        )  # sizes of a head's key without its rotated part, and of its value
         self.rotary_emb = rotary
         self.scaling = dim**-0.5 * rotary.score_factor
-        made: Any = {"device": device, "dtype": dtype}
+        factory_kwargs: Any = {"device": device, "dtype": dtype}
         if q_lora_rank is None:
-            self.q_proj = Linear(hidden_size, heads * dim, False, recipe=recipe, **made)
+            self.q_proj = Linear(hidden_size, heads * dim, False, recipe=recipe, **factory_kwargs)
             self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
         else:
             self.q_proj = None
-            self.q_a_proj = Linear(hidden_size, q_lora_rank, bias, recipe=recipe, **made)
-            self.q_a_layernorm = RMSNorm(q_lora_rank, eps, **made)
-            self.q_b_proj = Linear(q_lora_rank, heads * dim, False, recipe=recipe, **made)
+            self.q_a_proj = Linear(hidden_size, q_lora_rank, bias, recipe=recipe, **factory_kwargs)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, eps, **factory_kwargs)
+            self.q_b_proj = Linear(q_lora_rank, heads * dim, False, recipe=recipe, **factory_kwargs)
         self.kv_a_proj_with_mqa = Linear(
-            hidden_size, kv_lora_rank + qk_rope_head_dim, bias, recipe=recipe, **made
+            hidden_size, kv_lora_rank + qk_rope_head_dim, bias, recipe=recipe, **factory_kwargs
         )
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps, **made)
-        self.kv_b_proj = Linear(kv_lora_rank, heads * sum(self.widths), False, recipe=recipe, **made)
-        self.o_proj = Linear(heads * v_head_dim, hidden_size, bias, recipe=recipe, **made)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps, **factory_kwargs)
+        self.kv_b_proj = Linear(
+            kv_lora_rank, heads * sum(self.widths), False, recipe=recipe, **factory_kwargs
+        )
+        self.o_proj = Linear(heads * v_head_dim, hidden_size, bias, recipe=recipe, **factory_kwargs)
 
     def input_numbers(self) -> Numbers:
         first = self.q_a_proj if self.q_proj is None else self.q_proj
@@ -373,7 +375,7 @@ class LatentAttention(nn.Module):
         return cast(Tensor, self.o_proj(y))
 
     def queries(self, x: Tensor) -> Tensor:
-        """[..., heads, head_dim], not rotated yet."""
+        """Return queries [..., heads, head_dim], not rotated yet."""
         if self.q_a_proj is None or self.q_a_layernorm is None or self.q_b_proj is None:
             assert self.q_proj is not None
             q = self.q_proj(x)

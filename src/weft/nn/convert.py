@@ -1,7 +1,7 @@
-"""Any model in the numbers of a recipe, and back: its linear layers act as Weft's, in place.
+"""Conversion of any model to a recipe, and back: its linear layers act as Weft's, in place.
 
-A `torch.nn.Linear` becomes a `ConvertedLinear` by changing its class. Its parameters, buffers, hooks and place in the
-model stay the objects that they are: optimizers, tied weights, state dicts and wrappers know no difference.
+A `torch.nn.Linear` becomes a `ConvertedLinear` by a change of class. Its parameters, buffers, hooks and position in
+the model remain the same objects: optimizers, tied weights, state dicts and wrappers see no difference.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .gather import Filter, is_gathered_quantized
 from .linear import GroupedLinear, Linear
 from .moe import Experts
 
-LeftOut = Callable[[str, nn.Module], str | None]  # why a module is left alone, if it is
+LeftOut = Callable[[str, nn.Module], str | None]  # the reason a module is left alone, or None
 _OWN = (Linear, GroupedLinear, Experts)
-_BEFORE = "recipe_before_convert"  # where one of Weft's own modules keeps the recipe that it was made with
+_BEFORE = "recipe_before_convert"  # attribute of Weft's own modules: their original recipe
 
-# Layers of these names are heads and routers, which a rounding harms most: the last part of the module's name.
+# Heads and routers are the layers most harmed by rounding. They are recognized by the last part of a module's name.
 KEPT = ("lm_head", "head", "output", "score", "gate", "router")
 
 
@@ -35,36 +35,36 @@ class ConvertedLinear(Linear):
 
 
 def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | None = None) -> Report:
-    """Let the linear layers of a model compute in the numbers of a recipe, in place; with `recipe=None`, undo it.
+    """Compute the linear layers of a model in the format of a recipe, in place; `recipe=None` undoes it.
 
-    - Every module whose class is `torch.nn.Linear` itself acts as `weft.nn.Linear` from then on, if its sizes are
-      multiples of the recipe's blocks. Subclasses may compute something else and are left alone, and so are the layers
-      of `torch.nn.TransformerEncoderLayer`, which computes past them in eval mode.
-    - Weft's own modules (`weft.nn.Linear`, `GroupedLinear`, `Experts`) get the recipe as theirs. Undone, they have the
-      one that they were made with; those that no call of `convert` has changed stay as they are.
-    - Heads and routers are left alone: a layer that `model.get_output_embeddings()` returns, one whose weight is also
-      that of an embedding, and one that is called lm_head, head, output, score, gate or router. `filter(name, module)`
-      decides in place of this rule.
+    - Every module whose class is exactly `torch.nn.Linear` acts as `weft.nn.Linear` from then on, if its sizes are
+      multiples of the recipe's blocks. Subclasses, which may compute something else, are left alone, and so are the
+      layers of `torch.nn.TransformerEncoderLayer`, which bypasses them in eval mode.
+    - Weft's own modules (`weft.nn.Linear`, `GroupedLinear`, `Experts`) switch to the recipe. Undoing restores their
+      original one; modules that `convert` never changed stay as they are.
+    - Heads and routers are left alone: a layer that `model.get_output_embeddings()` returns, one that shares its weight
+      with an embedding, and one named lm_head, head, output, score, gate or router. `filter(name, module)`
+      replaces this rule.
 
-    Parameters stay the same objects, and keys of the state dict the same. Convert before `gather_quantized`,
-    `fully_shard`, DDP and `torch.compile`; a model that was compiled before is compiled anew.
+    Parameters stay the same objects, and the state dict keeps its keys. Convert before `gather_quantized`,
+    `fully_shard`, DDP and `torch.compile`; a model compiled earlier is recompiled.
 
-    Returns a `Report` with a line for each layer, and for each other module that has matrices of its own.
+    Returns a `Report` with a line for each layer, and for each other module with matrices of its own.
 
     >>> import torch, weft.nn
     >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     >>> print(weft.nn.convert(model, "fp8_block"))
     kind    modules  class              weft
     linear  0        Linear [512, 256]  recipe 'fp8_block'
-    linear  2        Linear [10, 512]   left alone: 10 outputs are no multiple of 128, the recipe's block
+    linear  2        Linear [10, 512]   left alone: 10 outputs are not multiples of 128, the recipe's block
     >>> report = weft.nn.convert(model, None)
     >>> type(model[0])
     <class 'torch.nn.modules.linear.Linear'>
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
-    found = Recipe.of(recipe)
-    left_out = _Kept(model) if filter is None else _Filtered(filter)
+    parsed_recipe = Recipe.of(recipe)
+    left_out = _HeadRule(model) if filter is None else _FilterRule(filter)
     bypassed = {
         id(linear)
         for layer in model.modules()
@@ -75,22 +75,22 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
     for name, module in model.named_modules():
         kind = type(module).__name__
         if any(map(is_lazy, module.parameters(recurse=False))):
-            why = "its sizes are not known yet: call the model once, then convert it"
+            why = "its sizes are still unknown: call the model once, then convert it"
             report.entries.append(Entry("matrices", name, kind, changed=False, what=why))
             continue
         shapes = _matrices(module)
         if not shapes:
             continue
         if recipe is None:
-            reason = _as_it_was(module)
+            reason = _reason_not_undone(module)
         elif id(module) in bypassed:
-            reason = "torch.nn.TransformerEncoderLayer computes past it in eval mode"
+            reason = "torch.nn.TransformerEncoderLayer bypasses it in eval mode"
         else:
-            reason = _reason(name, module, shapes, found, left_out)
+            reason = _reason(name, module, shapes, parsed_recipe, left_out)
         if reason is None and any(map(is_gathered_quantized, module.parameters(recurse=False))):
             raise ValueError(
-                f"{name or kind} has a weight that FSDP gathers in the numbers of its present recipe: convert a model "
-                "before weft.nn.gather_quantized(model), or make it anew"
+                f"{name or kind} has a weight that FSDP gathers in the format of its current recipe: convert a model "
+                "before weft.nn.gather_quantized(model), or rebuild it"
             )
         report.entries.append(
             Entry(
@@ -105,43 +105,43 @@ def convert(model: nn.Module, recipe: Recipe | str | None, *, filter: Filter | N
 
 
 def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of the matrices among a module's own parameters; none for embeddings, which multiply nothing."""
+    """Return the shapes of a module's own matrices; none for embeddings, which multiply nothing."""
     if isinstance(module, nn.Embedding):
         return []
     return [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() >= 2]
 
 
-def _as_it_was(module: nn.Module) -> str | None:
-    """Return why there is nothing to undo, or None."""
+def _reason_not_undone(module: nn.Module) -> str | None:
+    """Return the reason there is nothing to undo, or None."""
     return None if isinstance(module, ConvertedLinear) or hasattr(module, _BEFORE) else "as it was"
 
 
 def _reason(
     name: str, module: nn.Module, shapes: list[tuple[int, ...]], recipe: Recipe, left_out: LeftOut
 ) -> str | None:
-    """Why a module is left alone; None if it is not."""
+    """Return the reason a module is left alone, or None."""
     if type(module) is not nn.Linear and not isinstance(module, _OWN):
         if isinstance(module, nn.Linear):
             return "a subclass of torch.nn.Linear may compute something else"
-        return "no torch.nn.Linear"
+        return "not a torch.nn.Linear"
     return left_out(name, module) or _misfit(shapes, recipe)
 
 
 def _misfit(shapes: list[tuple[int, ...]], recipe: Recipe) -> str | None:
-    """Why matrices of these shapes do not fit the blocks of a recipe."""
+    """Return the reason matrices of these shapes do not fit the blocks of a recipe, or None."""
     if recipe.x is None or recipe.weight is None:
         return None
-    # Codes with scales of rows or tensors still come in 16 bytes.
+    # Even with row or tensor scales, rows of codes must be a multiple of 16 bytes.
     block = max(Format.of(recipe.x).group, Format.of(recipe.weight).group) or 16
     for shape in shapes:
-        for number, what in zip(shape[-2:], ("outputs", "inputs"), strict=True):
-            if number % block:
-                return f"{number} {what} are no multiple of {block}, the recipe's block"
+        for size, side in zip(shape[-2:], ("outputs", "inputs"), strict=True):
+            if size % block:
+                return f"{size} {side} are not multiples of {block}, the recipe's block"
     return None
 
 
 def _changed(module: nn.Module, recipe: Recipe | str | None) -> str:
-    """Change a module, and say what it is now."""
+    """Change a module and return a description of the result."""
     if isinstance(module, ConvertedLinear) and recipe is None:
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -157,8 +157,8 @@ def _changed(module: nn.Module, recipe: Recipe | str | None) -> str:
     return f"recipe {recipe!r}"
 
 
-class _Kept:
-    """The rule for heads and routers."""
+class _HeadRule:
+    """Rule that leaves heads and routers alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -170,13 +170,13 @@ class _Kept:
         if id(module) in self.heads:
             return "the model's head"
         if any(id(parameter) in self.embeddings for parameter in module.parameters(recurse=False)):
-            return "its weight is that of an embedding"
-        return f"called {last}, as heads and routers are" if last in KEPT else None
+            return "it shares its weight with an embedding"
+        return f"named {last}, like a head or router" if last in KEPT else None
 
 
 @dataclass(frozen=True)
-class _Filtered:
-    """The rule of a filter."""
+class _FilterRule:
+    """Rule given by the caller's filter."""
 
     filter: Filter
 

@@ -1,4 +1,4 @@
-"""A layer of a decoder."""
+"""Decoder layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class DecoderLayer(nn.Module):
     `self_attn`, `post_attention_layernorm`, `mlp`.
 
     - `self_attn`: an `Attention` or a `LatentAttention`. `mlp`: a `GLU` or an `MoE`.
-    - `eps`, `device`, `dtype`: of both norms.
+    - `eps`, `device`, `dtype`: options of both norms.
 
-    Each norm writes the numbers that the layer after it takes, FP8 codes for `recipe="fp8_block"`, and the second one
-    adds attention's result to the stream in the same kernel. `forward(x, **options)` passes the options to `self_attn`:
-    positions, cu_seqlens, cache, pages. With `return_routing=True` it returns (x, the `weft.Routing` of its `MoE`).
+    Each norm writes the format that the layer after it takes, FP8 codes for `recipe="fp8_block"`, and the second one
+    adds attention's result to the residual in the same kernel. `forward(x, **options)` passes the options to
+    `self_attn`: positions, cu_seqlens, cache, pages. With `return_routing=True` it returns (x, the `weft.Routing` of
+    its `MoE`).
 
     >>> import torch, weft.nn
     >>> recipe, rotary = "fp8_block", weft.nn.Rotary(10000.0)
@@ -58,21 +59,21 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, *, return_routing: bool = False, **options: Any
     ) -> Tensor | tuple[Tensor, Routing]:
-        h = self.input_layernorm(x, numbers=_taken_by(self.self_attn))
+        h = self.input_layernorm(x, numbers=_input_format(self.self_attn))
         h = self.self_attn(h, **options)
-        h, x = self.post_attention_layernorm(h, x, numbers=_taken_by(self.mlp))
+        h, x = self.post_attention_layernorm(h, x, numbers=_input_format(self.mlp))
         if not return_routing:
             return x + cast(Tensor, self.mlp(h))
         if not isinstance(self.mlp, MoE):
             raise ValueError(
-                f"return_routing=True is for a layer with a weft.nn.MoE; its mlp is a {type(self.mlp)}"
+                f"return_routing=True needs a layer with a weft.nn.MoE; its mlp is a {type(self.mlp)}"
             )
         y, routing = self.mlp(h, return_routing=True)
         return x + y, routing
 
 
-def _taken_by(module: nn.Module) -> Numbers:
-    """In what numbers a module takes its input; plain ones, if it does not say."""
+def _input_format(module: nn.Module) -> Numbers:
+    """Return the input format of a module; plain if it does not declare one."""
     if not hasattr(module, "input_numbers"):
         return PLAIN
     return cast(Numbers, module.input_numbers())  # type: ignore[operator]

@@ -1,10 +1,10 @@
-"""Weights that FSDP2 gathers as codes: each rank quantises its shard, and a quarter of fp32's bytes travel.
+"""Quantized FSDP2 all-gathers: each rank quantizes its shard, and a quarter of fp32's bytes travel.
 
-The optimizer has plain numbers, as before. Around every all-gather `fully_shard` calls two methods of the tensor that
-it shards: `fsdp_pre_all_gather` quantises this rank's rows to the format of the layer's recipe, and
-`fsdp_post_all_gather` puts the codes of all ranks together to a `QTensor`, which `weft.linear` and `weft.experts` take
-as it is. Since no block has rows of two ranks, these are the codes that the layer would make of the whole weight, and
-nothing else changes: gradients are plain.
+The optimizer sees plain weights, as before. `fully_shard` calls two methods of a sharded tensor around every
+all-gather: `fsdp_pre_all_gather` quantizes this rank's rows to the format of the layer's recipe, and
+`fsdp_post_all_gather` joins the codes of all ranks into a `QTensor`, which `weft.linear` and `weft.experts` accept
+directly. Since no block spans two ranks, these equal the codes the layer would compute from the full weight. Nothing
+else changes: gradients are plain.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..report import Entry, Report
 from ..runtime import is_distributed, local_of
 
 aten = torch.ops.aten
-Filter = Callable[[str, nn.Module], bool]  # of a module's name and the module: whether it is meant
+Filter = Callable[[str, nn.Module], bool]  # (module name, module) -> whether to include it
 
 
 class GatheredWeight(Tensor):
-    """A plain weight, `plain`, that FSDP2 gathers in the format `spec`. Everything else that is done to it is done to
-    `plain`; views and copies that FSDP and `Module.to` make of it are gathered likewise."""
+    """Plain weight, `plain`, that FSDP2 gathers in the format `spec`. All other operations act on `plain`; the views
+    and copies that FSDP and `Module.to` make of it are gathered likewise."""
 
     plain: Tensor
     spec: str
@@ -50,15 +50,15 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({self.plain!r}, {self.spec})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved, it is a plain tensor."""
+        """Pickle as a plain tensor."""
         return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
-        made = GatheredWeight(self.plain.detach().clone(), self.spec)
+        copy = GatheredWeight(self.plain.detach().clone(), self.spec)
         if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, self.requires_grad)  # type: ignore[assignment]
-        memo[id(self)] = made
-        return made
+            copy = nn.Parameter(copy, self.requires_grad)  # type: ignore[assignment]
+        memo[id(self)] = copy
+        return copy
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["plain"], self.spec
@@ -78,12 +78,12 @@ class GatheredWeight(Tensor):
         if not isinstance(first, GatheredWeight):
             return result
         if result is first.plain:
-            return first  # it was changed in place
+            return first  # changed in place
         if func not in _ALIKE:
             return result
-        return tree_map(lambda made: GatheredWeight(made, first.spec), result)
+        return tree_map(lambda tensor: GatheredWeight(tensor, first.spec), result)
 
-    # ---- what FSDP2 calls around its all-gather -----------------------------------------------------------
+    # ---- called by FSDP2 around its all-gather ------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -93,8 +93,8 @@ class GatheredWeight(Tensor):
         unit = max(format.block_rows, format.group)
         if outer_size[0] % ranks or (outer_size[0] // ranks * inner) % unit:
             raise ValueError(
-                f"FSDP would cut blocks of {unit} rows: a weight {tuple(outer_size)} on {ranks} ranks cannot be "
-                f"gathered as {self.spec}. Leave its layer out: weft.nn.gather_quantized(model, filter=...)"
+                f"FSDP would split blocks of {unit} rows: a weight {tuple(outer_size)} on {ranks} ranks cannot be "
+                f"gathered as {self.spec}. Exclude its layer: weft.nn.gather_quantized(model, filter=...)"
             )
         q = quantize(self.plain, format, columnwise=format.block not in EITHER_COPY)
         return q.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
@@ -111,7 +111,7 @@ class GatheredWeight(Tensor):
         return shard.fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
 
 
-# The results of these are gathered as their first argument is: copies, and views of it or of its rows.
+# Operations whose results are gathered like their first argument: copies, and views of it or of its rows.
 _ALIKE = {
     aten.detach.default,
     aten.alias.default,
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_gathered_quantized(parameter: Tensor) -> bool:
-    """Whether FSDP gathers a parameter, or the whole one that this is a shard of, as codes."""
+    """Return whether FSDP gathers a parameter, or the full parameter that this is a shard of, as codes."""
     own = local_of(parameter.detach()) if is_distributed(parameter) else parameter
     return isinstance(own, GatheredWeight)
 
@@ -142,12 +142,12 @@ def is_gathered_quantized(parameter: Tensor) -> bool:
 
 
 def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Report:
-    """Let `fully_shard` (FSDP2) gather the weights of Weft's layers in the numbers of their recipes. Call it after
-    `convert` or on Weft's own modules, before `fully_shard` and before the optimizer is made: parameters are replaced.
+    """Let `fully_shard` (FSDP2) gather the weights of Weft's layers in the formats of their recipes. Call it after
+    `convert` or on Weft's own modules, before `fully_shard` and before creating the optimizer: it replaces parameters.
 
-    It is for formats whose blocks have rows of one rank alone, 128x128 ("fp8_block") and mx; the others are left alone
-    and gathered plain. `filter(name, module)` says of which modules weights are meant. A weight that is also a
-    parameter of another kind of module, such as an embedding, is left alone.
+    It supports formats whose blocks never span ranks, 128x128 ("fp8_block") and mx; others are left alone and gathered
+    plain. `filter(name, module)` selects the modules. A weight that is also a parameter of another kind of module, such
+    as an embedding, is left alone.
 
     >>> import weft.nn
     >>> layer = weft.nn.Linear(256, 512, recipe="fp8_block")
@@ -155,18 +155,18 @@ def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Repor
     kind    modules  class              weft
     weight  weight   Linear [512, 256]  gathered as e4m3:128x128:te:pow2
     """
-    users: dict[int, set[str | None]] = {}  # in which formats the modules that have a parameter take it
+    users: dict[int, set[str | None]] = {}  # formats in which the modules that share a parameter use it
     for module in model.modules():
         for own, parameter in module.named_parameters(recurse=False):
-            quantised = own in getattr(module, "quantized_parameters", ())
-            spec = Recipe.of(module.recipe).weight if quantised else None  # type: ignore[arg-type]
+            quantized = own in getattr(module, "quantized_parameters", ())
+            spec = Recipe.of(module.recipe).weight if quantized else None  # type: ignore[arg-type]
             users.setdefault(id(parameter), set()).add(spec)
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     report = Report()
     for prefix, module in model.named_modules():
         for own in getattr(module, "quantized_parameters", ()):
             parameter = getattr(module, own)
-            name, reason = f"{prefix}.{own}".lstrip("."), _kept_plain(parameter, users[id(parameter)])
+            name, reason = f"{prefix}.{own}".lstrip("."), _reason_plain(parameter, users[id(parameter)])
             if filter is not None and not filter(prefix, module):
                 reason = "left out by the filter"
             title = f"{type(module).__name__} {list(parameter.shape)}"
@@ -175,25 +175,25 @@ def gather_quantized(model: nn.Module, *, filter: Filter | None = None) -> Repor
                 continue
             (spec,) = users[id(parameter)]
             assert spec is not None
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(
+            if id(parameter) not in replacements:
+                replacements[id(parameter)] = nn.Parameter(
                     GatheredWeight(parameter.detach(), spec), parameter.requires_grad
                 )
-            setattr(module, own, made[id(parameter)])
+            setattr(module, own, replacements[id(parameter)])
             report.entries.append(Entry("weight", name, title, changed=True, what=f"gathered as {spec}"))
     return report
 
 
-def _kept_plain(parameter: Tensor, formats: set[str | None]) -> str | None:
-    """Why a parameter is gathered as it is; None if it is quantised."""
+def _reason_plain(parameter: Tensor, formats: set[str | None]) -> str | None:
+    """Return the reason a parameter is gathered plain, or None if it is quantized."""
     if isinstance(parameter, (GatheredWeight, QTensor)):
-        return "quantised already"
+        return "already quantized"
     if formats == {None}:
-        return "its recipe has plain numbers"
+        return "its recipe does not quantize it"
     if len(formats) > 1:
-        return "modules that take it otherwise have it as well"
+        return "it is shared with modules that use another format"
     (spec,) = formats
     format = Format.of(spec)  # type: ignore[arg-type]
     if not format.block_rows or not format.group or format.stored.block == "nvfp4":
-        return f"{spec} has scales of rows on all ranks"
+        return f"{spec} has scales that span ranks"
     return None

@@ -1,4 +1,4 @@
-"""The head of a language model and its loss, as one module."""
+"""Language-model head and its loss as one module."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class LinearCrossEntropy(nn.Linear):
-    """A head `weight` [vocabulary, hidden] whose `forward(hidden, target)` is the cross entropy, without logits in
-    memory; the options are those of `weft.linear_cross_entropy`. `logits(hidden)` makes logits where they are wanted.
+    """Head `weight` [vocabulary, hidden] whose `forward(hidden, target)` is the cross entropy, without materializing
+    logits; it takes the options of `weft.linear_cross_entropy`. `logits(hidden)` computes logits where they are needed.
     For a head tied to an embedding: `head.weight = embedding.weight`.
 
     >>> import torch, weft.nn

@@ -1,4 +1,4 @@
-"""Linear layers by recipe, and in what numbers they take their input."""
+"""Linear layers with a recipe, and the formats of their inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Device = torch.device | str | None
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose products, forward and backward, are computed in the numbers of a recipe by `weft.linear`.
+    """`torch.nn.Linear` whose products, forward and backward, `weft.linear` computes in the format of a recipe.
 
-    - `recipe`: "fp8_block", "bf16" and so on, a `weft.Recipe`, or None for the dtype of the input. It is an attribute
-      that may be changed at any time.
+    - `recipe`: "fp8_block", "bf16" and so on, a `weft.Recipe`, or None for the dtype of the input. The attribute may be
+      changed at any time.
 
     >>> import torch, weft.nn
     >>> layer = weft.nn.Linear(256, 128, bias=False, recipe="fp8_block")
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     """
 
     recipe: Recipe | str | None
-    quantized_parameters = ("weight",)  # what the recipe rounds
+    quantized_parameters = ("weight",)  # the parameters that the recipe rounds
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Linear(nn.Linear):
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer for each group of rows, such as the rows of each expert: `weight` [groups, out_features,
-    in_features], and with a bias `bias` [groups, out_features].
+    """Linear layer with one weight per group of rows, such as the rows of each expert: `weight` [groups, out_features,
+    in_features], and optionally `bias` [groups, out_features].
 
-    `forward(x, ends, align)` takes rows [rows, in_features] that are sorted by group. `ends` [groups] on the device and
-    `align` say where groups end and begin, as those of a `weft.row_map` do. With a quantised recipe `align` must be a
-    multiple of 128. Rows of no group give zeros.
+    `forward(x, ends, align)` takes rows [rows, in_features] sorted by group. `ends` [groups] on the device and `align`
+    delimit the groups, as in a `weft.row_map`. A quantized recipe needs an `align` that is a multiple of 128. Rows of
+    no group give zeros.
 
     >>> import torch, weft.nn
     >>> layer = weft.nn.GroupedLinear(3, 64, 32, bias=False)
@@ -88,12 +88,12 @@ class GroupedLinear(nn.Module):
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.recipe = recipe
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
-        made = torch.empty(groups, out_features, device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if made is None else nn.Parameter(made))
+        bias_values = torch.empty(groups, out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if bias_values is None else nn.Parameter(bias_values))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As `torch.nn.Linear` does, group by group."""
+        """Initialize each group like `torch.nn.Linear`."""
         reset_matrices(self.weight)
         if self.bias is not None:
             bound = self.in_features**-0.5 if self.in_features else 0.0
@@ -103,9 +103,9 @@ class GroupedLinear(nn.Module):
         recipe = Recipe.of(self.recipe)
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"x must be [rows, {self.in_features}]; got {tuple(x.shape)}")
-        if recipe.is_quantised and align % 128:
+        if recipe.is_quantized and align % 128:
             raise ValueError(
-                f"the recipe {self.recipe!r} rounds 128 rows together, which must not be of two groups: make the row "
+                f"the recipe {self.recipe!r} rounds blocks of 128 rows, which must not span two groups: make the row "
                 f"map with align=128; got align={align}"
             )
         return apply_linear(x, self.weight, self.bias, recipe, Groups(ends, align))
@@ -118,7 +118,7 @@ class GroupedLinear(nn.Module):
 
 
 def reset_matrices(weight: Tensor) -> None:
-    """The numbers that `torch.nn.Linear` begins with, for matrices [..., out_features, in_features]."""
+    """Initialize matrices [..., out_features, in_features] like `torch.nn.Linear`."""
     bound = 1.0 / math.sqrt(weight.shape[-1]) if weight.shape[-1] else 0.0
     nn.init.uniform_(weight, -bound, bound)
 
@@ -127,11 +127,11 @@ def recipe_repr(recipe: Recipe | str | None) -> str:
     return "" if recipe is None else f", recipe={recipe!r}"
 
 
-# ---- in what numbers a layer takes its input ------------------------------------------------------------
+# ---- input formats of layers ----------------------------------------------------------------------------
 
 
 class Numbers(NamedTuple):
-    """In what numbers layers take their input: a format and whether its column-wise copy is needed, or plain ones."""
+    """Input format of layers: a quantized format and whether its columnwise copy is needed, or plain."""
 
     format: str | None = None
     columnwise: bool = False
@@ -141,8 +141,8 @@ PLAIN = Numbers()
 
 
 def numbers_for(*layers: nn.Module) -> Numbers:
-    """In what numbers the op before these layers should write their common input. These are plain unless all of them
-    are Weft's, and take one format that norms, gated units and attention can write.
+    """Return the format in which the op before these layers should write their common input. It is plain unless all of
+    them are Weft's and take one format that norms, gated units and attention can write.
 
     >>> import torch, weft.nn
     >>> gate, up = (weft.nn.Linear(256, 512, recipe="fp8_block") for _ in range(2))
@@ -157,7 +157,7 @@ def numbers_for(*layers: nn.Module) -> Numbers:
 
 
 def in_numbers(x: Tensor, numbers: Numbers) -> Tensor:
-    """x in these numbers: quantised once for all layers that take it, unless it is already."""
+    """Return x in this format, quantized once for all layers that take it unless it already is."""
     if numbers.format is None or isinstance(x, QTensor):
         return x
     return quantize(x, numbers.format, columnwise=numbers.columnwise)

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .linear import Device, Linear, Numbers, in_numbers, numbers_for
 
 
 class GLU(nn.Module):
-    """`down_proj(act(gate_proj(x)) * up_proj(x))`: SwiGLU with the default `act`, as Llama, Qwen3 and DeepSeek have it.
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`: SwiGLU with the default `act`, as in Llama, Qwen3 and DeepSeek.
 
-    With a recipe in blocks along rows (fp8_block, mxfp8) x is quantised once for both projections, unless it comes
-    quantised, and the gated unit writes codes for the third.
+    With a recipe whose blocks lie along rows (fp8_block, mxfp8) x is quantized once for both projections, unless it
+    already is, and the gated unit writes codes for the third.
 
     >>> import torch, weft.nn
     >>> weft.nn.GLU(128, 256, recipe="fp8_block")(torch.randn(2, 5, 128)).shape
@@ -38,10 +38,10 @@ class GLU(nn.Module):
     ) -> None:
         super().__init__()
         self.act = act
-        made = {"recipe": recipe, "device": device, "dtype": dtype}
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias, **made)  # type: ignore[arg-type]
-        self.up_proj = Linear(hidden_size, intermediate_size, bias, **made)  # type: ignore[arg-type]
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, **made)  # type: ignore[arg-type]
+        layer_options = {"recipe": recipe, "device": device, "dtype": dtype}
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, **layer_options)  # type: ignore[arg-type]
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, **layer_options)  # type: ignore[arg-type]
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, **layer_options)  # type: ignore[arg-type]
 
     def input_numbers(self) -> Numbers:
         return numbers_for(self.gate_proj, self.up_proj)

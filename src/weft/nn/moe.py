@@ -1,4 +1,4 @@
-"""A mixture of experts."""
+"""Mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .linear import Device, recipe_repr, reset_matrices
 
 
 class Router(KeepsBufferDtypes):
-    """Which experts each token goes to, and with what weights: `weight` [experts, hidden]. `forward(x)` returns a
+    """Router, which assigns experts and their weights to each token: `weight` [experts, hidden]. `forward(x)` returns a
     `weft.Routing`.
 
-    - `convention`: how a model routes, "qwen3", "deepseek_v3", "mixtral", "gpt_oss" and so on; see `weft.route`.
-    - `correction_bias`: a buffer `e_score_correction_bias` [experts], added to the scores that are chosen by. It stays
-      fp32 where the model becomes bf16.
+    - `convention`: the model's way to route, "qwen3", "deepseek_v3", "mixtral", "gpt_oss" and so on; see `weft.route`.
+    - `correction_bias`: whether there is a buffer `e_score_correction_bias` [experts], added to the scores for the
+      selection. It stays fp32 when the model is converted to bf16.
     - `groups`, `group_topk`, `renormalize`, `scale`, `balance_coefficient`: as in `weft.route`.
 
-    The product is in fp32 whatever the dtypes are: a rounding would send tokens elsewhere.
+    The product is in fp32 whatever the dtypes are: rounding would change the routing.
 
     >>> import torch, weft.nn
     >>> router = weft.nn.Router(64, 8, 2, convention="deepseek_v3", correction_bias=True, scale=2.5)
@@ -77,12 +77,12 @@ class Router(KeepsBufferDtypes):
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape
-        told = f"{hidden}, {experts}, top_k={self.top_k}, convention={self.convention!r}"
-        return told + (f", groups={self.groups}, group_topk={self.group_topk}" if self.groups > 1 else "")
+        text = f"{hidden}, {experts}, top_k={self.top_k}, convention={self.convention!r}"
+        return text + (f", groups={self.groups}, group_topk={self.group_topk}" if self.groups > 1 else "")
 
 
 class Experts(nn.Module):
-    """The weights of gated experts: `gate_up_proj` [experts, 2 * intermediate, hidden], the rows of the gate first, and
+    """Weights of gated experts: `gate_up_proj` [experts, 2 * intermediate, hidden], the gate's rows first, and
     `down_proj` [experts, hidden, intermediate]. `forward(x, routing)` is `weft.experts`.
 
     >>> import torch, weft.nn
@@ -93,7 +93,7 @@ class Experts(nn.Module):
 
     recipe: Recipe | str | None
     act: Act
-    quantized_parameters = ("gate_up_proj", "down_proj")  # what the recipe rounds
+    quantized_parameters = ("gate_up_proj", "down_proj")  # the parameters that the recipe rounds
 
     def __init__(
         self,
@@ -125,16 +125,16 @@ class Experts(nn.Module):
         return experts(x, self.gate_up_proj, self.down_proj, routing, recipe=self.recipe, act=self.act)
 
     def extra_repr(self) -> str:
-        number, hidden, intermediate = self.down_proj.shape
-        return f"{number}, {hidden}, {intermediate}, act={self.act!r}{recipe_repr(self.recipe)}"
+        num_experts, hidden, intermediate = self.down_proj.shape
+        return f"{num_experts}, {hidden}, {intermediate}, act={self.act!r}{recipe_repr(self.recipe)}"
 
 
 class MoE(nn.Module):
-    """A mixture of experts of three parts: `gate`, a `Router`; `experts`; and, if given, `shared_experts`, a `GLU` for
+    """Mixture of experts with three parts: `gate`, a `Router`; `experts`; and optionally `shared_experts`, a `GLU` for
     all tokens.
 
-    `forward(x)` returns y; `forward(x, return_routing=True)` also the `weft.Routing`, with the counts by which a
-    correction bias is moved and the loss that keeps experts in balance.
+    `forward(x)` returns y; `forward(x, return_routing=True)` also returns the `weft.Routing`, with the counts that
+    drive the correction bias and the load-balancing loss.
 
     >>> import torch, weft.nn
     >>> moe = weft.nn.MoE(weft.nn.Router(128, 8, 2), weft.nn.Experts(8, 128, 64))

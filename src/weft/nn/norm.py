@@ -1,4 +1,4 @@
-"""Norms that add the residual before and write the numbers that the next layer takes."""
+"""Norms that add the residual first and write the format that the next layer takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .linear import PLAIN, Device, Numbers
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension by `weft.rms_norm`: fp32 inside, rounded once.
 
-    `forward(x)` returns y. `forward(x, residual)` normalises the sum h = x + residual, rounded to x's dtype, and
+    `forward(x)` returns y. `forward(x, residual)` normalizes the sum h = x + residual, rounded to x's dtype, and
     returns (y, h). With `numbers`, y is a `QTensor`.
 
     >>> import torch, weft.nn
@@ -50,8 +50,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the last dimension by `weft.layer_norm`. Arguments of `forward` are those of
-    `RMSNorm`.
+    """`torch.nn.LayerNorm` over the last dimension by `weft.layer_norm`. `forward` takes the arguments of `RMSNorm`'s.
 
     >>> import torch, weft.nn
     >>> weft.nn.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape

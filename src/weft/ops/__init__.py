@@ -1,5 +1,5 @@
-"""The ops, a folder for each family. Importing this package fills the catalogue and lets QTensors call ops. Kernels
-are imported by the first call that launches one."""
+"""All ops, one folder per family. Importing this package fills the catalogue and lets QTensors call ops. Kernels are
+imported by the first call that launches one."""
 
 import importlib
 import pkgutil
@@ -44,10 +44,10 @@ connect(Ops(dequantize_codes, run))
 
 
 def import_kernels() -> None:
-    """Import the kernels of all ops, with what their launches choose, for those who look at all of them."""
-    for found in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if found.name.endswith(".launch"):
-            importlib.import_module(found.name)
+    """Import the kernels and tile choices of all ops, for tools that inspect all of them."""
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if module.name.endswith(".launch"):
+            importlib.import_module(module.name)
 
 
 __all__ = [

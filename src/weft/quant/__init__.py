@@ -1,4 +1,4 @@
-"""Number formats: what a scale means, and where its bytes lie."""
+"""Quantized formats: how scales are made, and how codes lie in memory."""
 
 from . import layouts
 from .copies import PLAIN, Codes

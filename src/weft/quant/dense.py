@@ -1,6 +1,6 @@
-"""Plain numbers behind a tensor subclass: a gradient that stopped being quantized, and a view that must not be written.
+"""Tensor subclasses that hold a dense tensor: a gradient that is no longer quantized, and a read-only view.
 
-Every operation on such a tensor takes place on `dense`, and its results are plain. Saved or copied, it is plain too.
+Every operation on them runs on `dense` and returns plain tensors. Saving or copying them gives plain tensors too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class _Dense(Tensor):
-    """A tensor whose numbers are those of `dense`."""
+    """Tensor subclass that wraps the plain tensor `dense`."""
 
     dense: Tensor
 
@@ -62,17 +62,17 @@ class _Dense(Tensor):
 
 
 class DenseGradient(_Dense):
-    """A gradient that was a `QTensor` until autograd added another to it.
+    """Gradient that was a `QTensor` until autograd added another gradient to it.
 
-    Autograd adds in place to the tensor that `.grad` holds, and an object that wraps others cannot become a
-    `torch.Tensor`: it becomes this instead.
+    Autograd adds in place to the tensor in `.grad`. A wrapper subclass cannot turn into a `torch.Tensor`, so it turns
+    into this class.
     """
 
 
 class DecodedView(_Dense):
-    """A view of a `QTensor` that has no codes of its own: decoded numbers, which can be read and not be written.
+    """Read-only view of a `QTensor` without codes of its own: it holds decoded values.
 
-    A write would change this copy alone, and the QTensor would keep what it had.
+    A write would change only this decoded copy and leave the QTensor as it was.
     """
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -89,11 +89,11 @@ class DecodedView(_Dense):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         if any(isinstance(t, DecodedView) for t in written_tensors(func, args, kwargs or {})):
             raise RuntimeError(
-                f"{func} would write to a view of a QTensor, which holds a decoded copy, and leave the QTensor as it "
+                f"{func} would write to a view of a QTensor. The view is a decoded copy; the QTensor would stay as it "
                 "is: dequantize the QTensor first, or clone the view"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # A view of a view shows the same numbers: it must not be written either.
+        # A view of a view aliases the same decoded copy, so it is read-only too.
         return tree_map(lambda t: cls(t) if type(t) is Tensor else t, result) if is_view(func) else result
 
 
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def become_dense(q: Tensor, dense: Tensor) -> Tensor:
-    """Turn the object q itself into a `DenseGradient` of these numbers."""
+    """Turn the object q itself into a `DenseGradient` that holds `dense`."""
     q.__dict__.clear()
     q.__class__ = DenseGradient
     q.dense = dense  # type: ignore[attr-defined]
@@ -115,15 +115,15 @@ def is_view(func: Any) -> bool:
 
 
 def is_view_from_outside(func: Any, args: Any) -> bool:
-    """Return whether an operation in inference mode views a tensor from outside of it: PyTorch wants such a view to be
-    no inference tensor either."""
+    """Return whether an operation in inference mode views a tensor made outside of it. PyTorch requires such a view
+    not to be an inference tensor either."""
     return torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference()
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the tensors that an operation writes to, whether it takes them one by one or in lists."""
+    """Return the tensors that an operation writes to, including those inside lists."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
-    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
+    bound = [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments[len(args) :])]
+    return tree_leaves([value for a, value in bound if a.alias_info is not None and a.alias_info.is_write])

@@ -1,10 +1,10 @@
-"""What a quantised tensor's bytes mean: the element, the block that shares a scale, and how the scale is made.
+"""Quantized formats: the element type, the block that shares a scale, and the arithmetic that makes the scale.
 
     x ≈ q * d            q: element, d: stored (decode) scale, one per block
-    x ≈ q * d * g        NVFP4: d is an e4m3 number and g one fp32 number for the tensor
+    x ≈ q * d * g        NVFP4: d is e4m3, and g is one fp32 scale for the tensor
 
-Six projects compute "1x128 FP8" in six ways. A `Convention` writes each of them as data, with amax the largest
-|x| of a block (NaN if one is among them) and MAX the largest number of the element type:
+Six projects compute "1x128 FP8" in six ways. A `Convention` describes each way as data. amax is the largest |x| of a
+block (NaN if the block has one), and MAX is the largest value of the element type:
 
 | convention           | amax is at least | stored d         | q rounds         |
 |----------------------|------------------|------------------|------------------|
@@ -16,29 +16,29 @@ Six projects compute "1x128 FP8" in six ways. A `Convention` writes each of them
 | `deepep`             | 1e-4             | amax / MAX       | x * (MAX / amax) |
 | `vllm`               | 1e-10            | amax * (1 / MAX) | x / d            |
 
-`te` alone has special cases: an amax of 0, inf or NaN makes the scale 1, and MAX / amax = inf becomes the largest
-number of the input's dtype. Every operation is one IEEE fp32 operation. With power-of-two scales, d (deepep's made
-as amax * (1 / MAX)) is rounded up to a power of two from its exponent bits; `te` and `torchao` clear the mantissa
-of MAX / amax, which is the same. q then rounds x * (1 / d). For the float elements all conventions then agree on
-ordinary data; int8's 1 / 127 rounds down, so `vllm` and `deepep` are a step smaller 1 ulp above 127 * 2^k.
+Only `te` has special cases: an amax of 0, inf or NaN makes the scale 1, and MAX / amax = inf becomes the largest
+value of the input's dtype. Every operation is one IEEE fp32 operation. Power-of-two scales round d up to a power of two
+from its exponent bits (deepep computes this d as amax * (1 / MAX)); `te` and `torchao` clear the mantissa of
+MAX / amax, which has the same effect. q then rounds x * (1 / d). For float elements all conventions then agree on
+ordinary data; int8's 1 / 127 rounds down, so `vllm` and `deepep` are one step smaller 1 ulp above 127 * 2^k.
 
-NaN and infinities follow the formulas. This is what a block that has one dequantises to; rows that name no block are
-about tensor, row, 1x128 and 128x128:
+NaN and infinities follow the formulas. A block that contains one dequantizes as follows; rows that name no block cover
+tensor, row, 1x128 and 128x128:
 
-| convention                 | Inf becomes         | NaN becomes                  | the others of the block become    |
+| convention                 | Inf becomes         | NaN becomes                  | the rest of the block becomes     |
 |----------------------------|---------------------|------------------------------|-----------------------------------|
 | `te`                       | ±MAX: d is 1        | NaN, 0 in int8               | x rounded with d = 1              |
 | `torchao`, also of mx      | NaN                 | NaN                          | NaN                               |
 | the others without pow2    | NaN: d is infinite  | NaN: d is NaN                | NaN                               |
 | the others with pow2       | ±inf: d is 2^127    | NaN, 0 in int8: d is 2^127   | 0                                 |
 | mx of `deepgemm`           | ±inf: d is 2^127    | NaN, inf in e2m1             | 0                                 |
-| mx of `te`                 | ±inf: d is 2^127    | NaN: d is NaN                | 0 beside an Inf, NaN beside a NaN |
+| mx of `te`                 | ±inf: d is 2^127    | NaN: d is NaN                | 0 with an Inf, NaN with a NaN     |
 | nvfp4 of `te`              | ±2688: d is 448     | NaN                          | 0; NaN all over the tensor        |
 | nvfp4 of `torchao`         | NaN                 | NaN                          | NaN all over the tensor           |
 
-int4 is like int8, with MAX = 7. With a given scale an Inf becomes ±MAX * d, and NaN is NaN (0 in int8). So by the usual
-convention, `te`, an Inf leaves no trace in codes and scales: call `weft.any_nonfinite` before, or ask for the amax,
-which is then infinite or NaN.
+int4 behaves like int8 with MAX = 7. With a caller-supplied scale, Inf becomes ±MAX * d and NaN stays NaN (0 in int8).
+The default convention, `te`, therefore hides an Inf: neither codes nor scales show it. Call `weft.any_nonfinite` before
+quantizing, or request the amax, which is then infinite or NaN.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ ConventionName = Literal["te", "torchao", "deepgemm", "sglang", "sglang_col_majo
 
 @dataclass(frozen=True)
 class ElementType:
-    """An 8- or 4-bit number type, and the constants that encoders need.
+    """8- or 4-bit element type, with the constants that encoders need.
 
-    The names that end in `bits` are fp32 bit patterns. `shift` is how many mantissa bits an fp32 number loses;
-    `magic` is an fp32 number whose ulp is the smallest subnormal.
+    Names that end in `bits` are fp32 bit patterns. `shift` is the number of mantissa bits that an fp32 value loses;
+    `magic` is the fp32 value whose ulp is the smallest subnormal.
     """
 
     name: str
@@ -79,12 +79,12 @@ class ElementType:
 
     @property
     def rebias(self) -> int:
-        """The difference of the exponents' biases, shifted to where the code has its exponent."""
+        """Difference of the exponent biases, shifted to the code's exponent field."""
         return ((self.min_normal_bits >> 23) - 1) << (23 - self.shift)
 
     @property
     def unbias(self) -> float:
-        """2 to the difference of the exponents' biases."""
+        """2 to the power of the difference of the exponent biases."""
         return 2.0 ** ((self.min_normal_bits >> 23) - 1)
 
     @property
@@ -93,7 +93,7 @@ class ElementType:
 
     @property
     def sign_shift(self) -> int:
-        """By how many bits the sign of an fp32 number is shifted to become that of the code."""
+        """Right shift that moves an fp32 sign bit to the code's sign bit."""
         return 32 - self.bits
 
 
@@ -159,7 +159,7 @@ ELEMENTS: dict[str, ElementType] = {
 
 @dataclass(frozen=True)
 class Convention:
-    """How one project makes a scale; see the table above."""
+    """Arithmetic of one project for scales and codes; see the table above."""
 
     name: str
     amax_floor: float
@@ -180,7 +180,7 @@ CONVENTIONS: dict[str, Convention] = {
     )
 }
 
-# Block -> (rows, columns) that share a stored scale; 0 stands for the whole length.
+# Block -> (rows, columns) that share a stored scale; 0 is the whole length.
 _SHAPES: dict[str, tuple[int, int]] = {
     "tensor": (0, 0),
     "row": (1, 0),
@@ -190,7 +190,7 @@ _SHAPES: dict[str, tuple[int, int]] = {
     "nvfp4": (1, 16),
     "nvfp4_16x16": (1, 16),
 }
-# Block -> side of the squares that share a scale. Those of nvfp4_16x16 store it once for each of their rows.
+# Block -> side of the squares that share a scale. nvfp4_16x16 stores it once per row of the square.
 _SQUARES = {"128x128": 128, "nvfp4_16x16": 16}
 _NVFP4 = ("nvfp4", "nvfp4_16x16")
 _ELEMENTS: dict[str, tuple[str, ...]] = {
@@ -202,7 +202,7 @@ _ELEMENTS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("e2m1",),
     "nvfp4_16x16": ("e2m1",),
 }
-# Block -> conventions, where it has not all of them.
+# Block -> its conventions, for blocks that do not have all of them.
 _CONVENTIONS: dict[str, tuple[str, ...]] = {
     "mx": ("te", "torchao", "deepgemm"),
     "nvfp4": ("te", "torchao"),
@@ -211,27 +211,27 @@ _CONVENTIONS: dict[str, tuple[str, ...]] = {
 
 
 def _conventions(block: str, element: str) -> tuple[str, ...]:
-    """Those that a block of this element has. No other project has an int4 of which the bytes could be matched."""
+    """Return the conventions of a block with this element. No other project has an int4 to match."""
     return ("te",) if element == "int4" else _CONVENTIONS.get(block, tuple(CONVENTIONS))
 
 
 @dataclass(frozen=True)
 class Format:
-    """A quantised format. `Format("1x128")` is TransformerEngine's default: e4m3 with power-of-two scales.
+    """Quantized format. `Format("1x128")` is TransformerEngine's default: e4m3 with power-of-two scales.
 
-    - `block`: which elements share a scale. `mx` is 1x32 with e8m0 scales, `nvfp4` 1x16 with e4m3 scales and one
-      fp32 scale for the tensor. `nvfp4_16x16` is for weights: its row-wise and its column-wise copy stand for the same
-      numbers. It stores the scale of a square in each of its rows, so that whatever reads `nvfp4` reads it too.
+    - `block`: the elements that share a scale. `mx` is 1x32 with e8m0 scales; `nvfp4` is 1x16 with e4m3 scales and one
+      fp32 scale for the tensor. `nvfp4_16x16` is for weights: its row-wise and column-wise copies hold the same values.
+      It stores the scale of a square once per row, so any reader of `nvfp4` can read it.
     - `element`: `e4m3`, `e5m2`, `int8`; `e2m1` for `mx` (MXFP4) and both kinds of `nvfp4`. `int4` for `1x128`: weights
-      beside plain numbers, from -7 to 7, two to a byte, the even one in the low half.
-    - `convention`: whose arithmetic; see the table of this module.
-    - `power_of_two`: None takes the usual choice (yes for 1x128 but with int4, 128x128 and mx, no for the others).
-    - `hadamard`: the copy of an `nvfp4` tensor that is rotated before it is quantised. With "columnwise", every 16
-      neighbours of a column are multiplied by diag(signs) H / 4 in fp32, H the Hadamard matrix of 16 and the signs
-      TransformerEngine's, and rounded to the tensor's dtype; after the last row come zeros up to a multiple of 16. This
-      copy has a scale of the whole tensor of its own. A product of two copies that are both rotated along the dimension
-      that it sums over is that of the numbers themselves: outliers spread over 16 codes, and nothing is undone.
-      `dequantize` rotates back. The transpose of such a tensor has a rotated row-wise copy: "rowwise".
+      that multiply unquantized activations, from -7 to 7, two per byte, even index in the low half.
+    - `convention`: the project whose arithmetic is used; see the table of this module.
+    - `power_of_two`: None selects the default (True for 1x128 except with int4, for 128x128 and for mx, else False).
+    - `hadamard`: the copy of an `nvfp4` tensor that is rotated before it is quantized. "columnwise" multiplies every 16
+      consecutive elements of a column by diag(signs) H / 4 in fp32 (H the Hadamard matrix of size 16, the signs
+      TransformerEngine's) and rounds to the tensor's dtype; rows are zero-padded to a multiple of 16. The rotated copy
+      has its own global scale. If both operands are rotated along K, the rotations cancel in the product: outliers
+      spread over 16 codes, and nothing has to be undone. `dequantize` rotates back. The transpose of such a tensor has
+      a rotated row-wise copy: "rowwise".
 
     >>> Format("1x128").spec
     'e4m3:1x128:te:pow2'
@@ -250,25 +250,25 @@ class Format:
         if self.element is None:
             object.__setattr__(self, "element", _ELEMENTS[self.block][0])
         if self.power_of_two is None:
-            usual = self.block in ("1x128", "128x128", "mx") and self.element != "int4"
-            object.__setattr__(self, "power_of_two", usual)
+            default = self.block in ("1x128", "128x128", "mx") and self.element != "int4"
+            object.__setattr__(self, "power_of_two", default)
         _choose(f"element of block {self.block!r}", self.element, _ELEMENTS[self.block])
-        known = _conventions(self.block, self.number.name)
-        _choose(f"convention of {self.element} in block {self.block!r}", self.convention, known)
+        conventions = _conventions(self.block, self.number.name)
+        _choose(f"convention of {self.element} in block {self.block!r}", self.convention, conventions)
         if self.block == "mx" and not self.power_of_two:
-            raise ValueError("mx scales are e8m0, hence powers of two: power_of_two=False has no meaning")
+            raise ValueError("mx scales are e8m0, always powers of two: drop power_of_two=False")
         if self.block in _NVFP4 and self.power_of_two:
-            raise ValueError(f"{self.block} scales are e4m3 numbers: power_of_two=True has no meaning")
+            raise ValueError(f"{self.block} scales are e4m3, not powers of two: drop power_of_two=True")
         if self.hadamard is not None:
             _choose("hadamard", self.hadamard, get_args(Side))
             if self.block != "nvfp4":
-                raise ValueError(f"hadamard= rotates copies in blocks 'nvfp4'; got {self.block!r}")
+                raise ValueError(f"hadamard= is supported only for block 'nvfp4'; got {self.block!r}")
 
-    # Plain properties: torch.compile traces them, and rebuilds a format from its fields.
+    # Plain, uncached properties: torch.compile traces them and rebuilds a format from its fields.
 
     @property
     def spec(self) -> str:
-        """The format in one string, which `of` reads back."""
+        """Name of the format, which `of` parses."""
         pow2 = ":pow2" if self.power_of_two and self.block != "mx" else ""
         rotated = "" if self.hadamard is None else f":hadamard-{self.hadamard}"
         return f"{self.element}:{self.block}:{self.convention}{pow2}{rotated}"
@@ -283,42 +283,42 @@ class Format:
 
     @property
     def group(self) -> int:
-        """Neighbours in a row that share a stored scale; 0 for all of them."""
+        """Number of consecutive elements of a row that share a stored scale; 0 means the whole row."""
         return _SHAPES[self.block][1]
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a stored scale; 0 for all of them."""
+        """Number of rows that share a stored scale; 0 means all rows."""
         return _SHAPES[self.block][0]
 
     @property
     def square(self) -> int:
-        """The side of the squares that share a scale, whose codes are the same in both copies; 0 for other blocks."""
+        """Side of the squares that share a scale, so that both copies hold the same codes; 0 for other blocks."""
         return _SQUARES.get(self.block, 0)
 
     @property
     def stored(self) -> Format:
-        """The format as which others read the bytes: plain `nvfp4` for `nvfp4_16x16` and for rotated copies, and itself
-        for all others."""
+        """Format in which readers see the bytes: plain `nvfp4` for `nvfp4_16x16` and rotated copies, else the format
+        itself."""
         if self.block == "nvfp4_16x16" or self.hadamard is not None:
             return Format("nvfp4", self.element, self.convention)
         return self
 
     @property
     def transposed(self) -> Format:
-        """That of the transpose of a tensor, whose row-wise copy is the column-wise one of the tensor."""
+        """Format of the transposed tensor, whose row-wise copy is this tensor's column-wise copy."""
         if self.hadamard is None:
             return self
         side: Side = "rowwise" if self.hadamard == "columnwise" else "columnwise"
         return Format(self.block, self.element, self.convention, self.power_of_two, side)
 
     def length(self, numbers: int, side: Side = "rowwise") -> int:
-        """How many numbers are stored of a row, or of a column, of a copy that quantises `numbers` of them."""
+        """Return how many elements a copy stores of a row or column of `numbers` elements."""
         return -(-numbers // 16) * 16 if side == self.hadamard else numbers
 
     @property
     def packed(self) -> int:
-        """Elements in a byte."""
+        """Number of elements per byte."""
         return 8 // self.number.bits
 
     @property
@@ -329,32 +329,34 @@ class Format:
 
     @staticmethod
     def of(value: Format | str) -> Format:
-        """Return a format given as itself, by a block's name, as `element:block`, or as a whole spec, such as
-        `e4m3:1x128:te:pow2`. What a short name leaves out is the usual choice: "1x128" and "e4m3:1x128" are one format.
-        A spec that names its convention says everything: without `:pow2` its scales are no powers of two."""
+        """Return the format named by a `Format`, a block name, `element:block`, or a full spec such as
+        `e4m3:1x128:te:pow2`. Short names take defaults for the rest: "1x128" and "e4m3:1x128" are the same format. A
+        spec that names its convention takes no defaults: without `:pow2` its scales are not powers of two."""
         if isinstance(value, Format):
             return value
         if not isinstance(value, str):
             raise TypeError(
                 f"a format is a weft.Format or its name, such as '1x128' or 'e4m3:1x128:te'; got {value!r}"
             )
-        return _parse(value) if torch.compiler.is_compiling() else _parsed(value)  # it cannot trace a cache
+        return (
+            _parse(value) if torch.compiler.is_compiling() else _parsed(value)
+        )  # torch.compile cannot trace a cache
 
     @staticmethod
     def all() -> tuple[Format, ...]:
-        """Every format there is; those of block `nvfp4` can be rotated beside."""
+        """Return every format without a rotation; those of block `nvfp4` can also be rotated."""
         return _all()
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """Whether the largest |x| of the whole tensor must be known before its first element is encoded."""
+        """True if the amax of the whole tensor must be known before its first element is encoded."""
         return self.block in ("tensor", *_NVFP4)
 
     def data_shape(self, rows: int, cols: int) -> tuple[int, int]:
         return rows, -(-cols // self.packed)
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Shape of the scales of a [rows, cols] tensor."""
+        """Return the shape of the scales of a [rows, cols] tensor."""
         return (
             -(-rows // self.block_rows) if self.block_rows else 1,
             -(-cols // self.group) if self.group else 1,
@@ -365,12 +367,12 @@ class Format:
 
 
 def transposed_spec(spec: str) -> str:
-    """Return the spec of `Format.transposed`, in little time: most formats are their own."""
+    """Return the spec of `Format.transposed`, quickly: most formats are their own transpose."""
     return Format.of(spec).transposed.spec if ":hadamard-" in spec else spec
 
 
 def read_alike(spec: str, other: str) -> bool:
-    """Return whether codes of two formats are read alike: they differ at most in how their scales were made."""
+    """Return whether codes of both formats are read the same way, that is, differ at most in how scales were made."""
     a, b = Format.of(spec), Format.of(other)
     return (a.element, a.block, a.hadamard) == (b.element, b.block, b.hadamard)
 
@@ -396,7 +398,7 @@ def _parse(spec: str) -> Format:
     return Format(block, element, convention or "te", power_of_two, rotated)  # type: ignore[arg-type]
 
 
-# How a spec ends -> the side that is rotated.
+# Suffix of a spec -> the side that is rotated.
 _ROTATED: dict[str, Side] = {"hadamard-rowwise": "rowwise", "hadamard-columnwise": "columnwise"}
 
 
@@ -416,7 +418,7 @@ def _choose(what: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-# The formats as `Format.spec` spells them.
+# Spelling of every format in `Format.spec`.
 SPECS = frozenset(
     spec
     for format in _all()

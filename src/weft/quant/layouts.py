@@ -1,12 +1,12 @@
-"""One quantised tensor as the buffers that other libraries' matrix products take, and back.
+"""Conversions between quantized tensors and the buffers that other libraries' matrix products take.
 
     buffers = to_layout(codes, "deepgemm_sm90", operand="a")
     codes = from_layout(buffers, format, "deepgemm_sm90", (rows, cols), operand="a")
 
 `Codes` are the row-wise copy of a [rows, cols] matrix; a column-wise copy is the row-wise copy of the
-transpose, so (rows, cols) below is (M, K) for the one and (K, M) for the other. Elements are never decoded or
-rounded again: data and scales only change their order, strides, padding and the dtype by which their bytes
-are called. Where our bytes already agree with what the consumer wants, the buffers are views of the codes.
+transpose, so (rows, cols) below is (M, K) for a row-wise and (K, M) for a column-wise copy. Elements are never
+decoded or rounded again: data and scales only change order, strides, padding and the dtype that labels their
+bytes. Where our bytes already match the consumer's layout, the buffers are views of the codes.
 
 | layout           | block          | scale                                                                |
 |------------------|----------------|----------------------------------------------------------------------|
@@ -27,17 +27,17 @@ are called. Where our bytes already agree with what the consumer wants, the buff
 | (data is uint8)  | 1x128          | `Float8BlockwiseQTensor`: fp32 [k, rup(rows, 4)]                     |
 |                  | 128x128        | `Float8BlockwiseQTensor`: fp32 [r, rup(k, 4)]                        |
 |                  | mx             | `MXFP8Tensor`: uint8 [rup(rows, 128), rup(k, 4)]; for a column-wise  |
-|                  |                | copy data and scale are transposed, hence data is [M, K] again       |
+|                  |                | copy data and scale are transposed, so data is [M, K] again          |
 |                  | nvfp4          | `NVFP4Tensor`: uint8 [rup(rows, 128), rup(k, 4)], tensor amax [1]    |
 | `deepep`         | 1x128          | fp32 [rows, k] row-major                                             |
 | `mx_swizzled`    | mx, nvfp4      | e8m0 or e4m3, flat, swizzled 32x4x4                                  |
 
-k is the number of scales along a row, r that along a column, rup rounds up to a multiple. Torch's B is the
-transposed view of our data; everybody else takes both operands as they are. Pads are zero, except in the
-exponents of `deepgemm_sm100`, where they are 1.0. A consumer may also want sizes that are multiples of 16 or
-128: that is not checked here.
+k is the number of scales along a row, r the number along a column; rup rounds up to a multiple. Torch's B is the
+transposed view of our data; all other consumers take both operands unchanged. Padding is zero, except in the
+exponents of `deepgemm_sm100`, where it is 1.0. A consumer may also require sizes that are multiples of 16 or
+128; that is not checked here.
 
-Nothing here waits for the device, except `check=True`.
+Only `check=True` waits for the device.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ Operand = Literal["a", "b"]
 _NAN_CODE = 255  # e8m0
 _PAD_CODE = 127  # 1.0 in e8m0
 _PAD_WORD = _PAD_CODE * 0x01010101
-_TINY_BITS = 0x00400000  # 2^-127, which e8m0 writes as 0 and fp32 as a subnormal
+_TINY_BITS = 0x00400000  # 2^-127: code 0 in e8m0, a subnormal in fp32
 _NVFP4_MAX = 2688.0  # 448 * 6
 
 
 class ForeignCodes(NamedTuple):
-    """Codes and scales in a consumer's layout, which nothing of Weft reads. NVFP4 adds `global_scale` (0-d), or `amax`
-    ([1]) where the consumer is TE."""
+    """Codes and scales in a consumer's layout; no Weft op reads them. NVFP4 adds `global_scale` (0-d), or `amax` ([1])
+    for TE."""
 
     data: Tensor
     scale: Tensor
@@ -91,7 +91,7 @@ class _Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one consumer wants its operands; `accepts` lists (block, elements, operands)."""
+    """Operand layout of one consumer; `accepts` lists (block, elements, operands)."""
 
     name: str
     takes: str
@@ -112,13 +112,12 @@ class Layout:
 def to_layout(
     codes: Codes, name: str, *, operand: Operand = "a", columnwise: bool = False, check: bool = False
 ) -> ForeignCodes:
-    """The buffers that consumer `name` takes for these codes.
+    """Return the buffers that consumer `name` takes for these codes.
 
-    - `operand`: the side of the product, a [M, K] @ b [N, K]^T. Only torch and DeepGEMM on SM90 tell them
-      apart.
-    - `columnwise`: the codes are those of a column-wise copy. Only TE's MXFP8 tells them apart.
-    - `check`: wait for the device and raise ValueError if a scale cannot be packed by `deepgemm_sm100`.
-      Without it such a scale becomes NaN, see `pack_ue8m0`.
+    - `operand`: the side of the product a [M, K] @ b [N, K]^T. It matters only to torch and DeepGEMM on SM90.
+    - `columnwise`: the codes are a column-wise copy. It matters only to TE's MXFP8.
+    - `check`: wait for the device and raise ValueError if `deepgemm_sm100` cannot pack a scale. Without it such a
+      scale becomes NaN; see `pack_ue8m0`.
     """
     format = Format.of(codes.format).stored
     layout = _layout(name, format, operand)
@@ -126,7 +125,7 @@ def to_layout(
         raise ValueError(f"data must be 2-D; got {tuple(codes.data.shape)}")
     rows, cols = codes.data.shape[0], codes.data.shape[1] * format.packed
     shape = format.scale_shape(rows, cols)
-    # A tensor without elements may have a scale all the same, if its maker gave it one.
+    # A tensor without elements may still come with a scale.
     allowed = {"tensor": (1, 1), "row": (rows, 1)}.get(format.block, shape)
     if tuple(codes.scale.shape) not in (shape, allowed):
         raise ValueError(
@@ -136,7 +135,7 @@ def to_layout(
     _dtype("data", codes.data, format.number.dtype)
     _dtype("scale", codes.scale, format.scale_dtype)
     if (format.block == "nvfp4") != (codes.global_scale is not None):
-        raise ValueError("global_scale belongs to nvfp4, and only to it")
+        raise ValueError(f"nvfp4 codes need a global_scale, and other formats take none; got {format} codes")
     return layout.to(codes, _Case(format, rows, cols, operand, columnwise, check))
 
 
@@ -149,9 +148,9 @@ def from_layout(
     operand: Operand = "a",
     columnwise: bool = False,
 ) -> Codes:
-    """The codes behind a consumer's buffers: the inverse of `to_layout`.
+    """Return the codes held by a consumer's buffers; the inverse of `to_layout`.
 
-    `shape` is (rows, cols) of the codes, hence (K, M) for a column-wise copy of an [M, K] tensor.
+    `shape` is (rows, cols) of the codes: (K, M) for a column-wise copy of an [M, K] tensor.
     """
     format = Format.of(format).stored
     layout = _layout(name, format, operand)
@@ -164,7 +163,7 @@ def from_layout(
 
 
 def swizzle_32_4_4(scale: Tensor) -> Tensor:
-    """[rows, cols] block scales in the order of the tensor cores: flat, padded to 128 rows and 4 columns.
+    """Return [rows, cols] block scales in the tensor cores' order: flat, padded to 128 rows and 4 columns.
 
     Entry (r, c) moves to
     ((r // 128) * cdiv(cols, 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4.
@@ -176,7 +175,7 @@ def swizzle_32_4_4(scale: Tensor) -> Tensor:
 
 
 def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
-    """The inverse of `swizzle_32_4_4`; `flat` may have any shape with the right number of elements."""
+    """Undo `swizzle_32_4_4`; `flat` may have any shape with the right number of elements."""
     tiles_r, tiles_c = _cdiv(rows, 128), _cdiv(cols, 4)
     if flat.numel() != tiles_r * tiles_c * 512:
         raise ValueError(
@@ -187,18 +186,18 @@ def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def pack_ue8m0(scale: Tensor, *, check: bool = False) -> Tensor:
-    """Power-of-two scales [rows, cols] as int32 words of four exponents, low byte first.
+    """Pack power-of-two scales [rows, cols] into int32 words of four exponents, low byte first.
 
-    The result is [rows, cdiv(cols, 4)] with strides (1, rup(rows, 4)); missing exponents are those of 1.0.
-    The scales are fp32, e8m0 or the codes of e8m0 as uint8. An fp32 scale that is not a power of two from
-    2^-127 to 2^127 becomes the code of NaN in its own byte and never touches a neighbour; 0.0 becomes 2^-127,
-    the smallest there is. `check=True` waits for the device and raises ValueError instead of writing NaN.
+    The result is [rows, cdiv(cols, 4)] with strides (1, rup(rows, 4)); padding exponents encode 1.0.
+    The scales are fp32, e8m0, or e8m0 codes as uint8. An fp32 scale that is not a power of two from 2^-127 to
+    2^127 becomes the NaN code in its own byte and leaves the neighboring bytes alone; 0.0 becomes 2^-127, the
+    smallest scale. `check=True` waits for the device and raises ValueError instead of writing NaN.
     """
     return _mn_major(_words(scale, check), _rup(scale.shape[0], 4), _PAD_WORD)
 
 
 def unpack_ue8m0(packed: Tensor, cols: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The inverse of `pack_ue8m0`: row-major [rows, cols] of fp32, e8m0 or uint8."""
+    """Undo `pack_ue8m0`: return row-major [rows, cols] scales in fp32, e8m0 or uint8."""
     _shape("packed scales", packed, (packed.shape[0], _cdiv(cols, 4)))
     _dtype("packed scales", packed, torch.int32)
     parts = torch.stack([(packed >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
@@ -210,7 +209,7 @@ def unpack_ue8m0(packed: Tensor, cols: int, dtype: torch.dtype = torch.float32) 
 
 
 def _words(scale: Tensor, check: bool) -> Tensor:
-    """The words of `pack_ue8m0`, row-major."""
+    """Return the words of `pack_ue8m0` in row-major order."""
     if scale.dtype == torch.float32:
         bits = scale.view(torch.int32)
         exponent = (bits >> 23) & 255
@@ -223,8 +222,8 @@ def _words(scale: Tensor, check: bool) -> Tensor:
     if check and bool((codes == _NAN_CODE).any()):
         raise ValueError(
             "scales to pack as UE8M0 must be powers of two from 2^-127 to 2^127; "
-            f"{int((codes == _NAN_CODE).sum())} of {codes.numel()} are not. Quantise with power_of_two=True: "
-            "rounding the scales of data that is already quantised changes its values"
+            f"{int((codes == _NAN_CODE).sum())} of {codes.numel()} are not. Quantize with power_of_two=True; "
+            "rounding the scales of quantized data would change its values"
         )
     rows, words = scale.shape[0], _cdiv(scale.shape[1], 4)
     c = _padded(codes, rows, words * 4, _PAD_CODE).reshape(rows, words, 4)
@@ -235,7 +234,7 @@ def _words(scale: Tensor, check: bool) -> Tensor:
 
 
 def _mn_buffer(scale: Tensor, ld: int, value: int = 0) -> Tensor:
-    """[rows, cols] copied into a new buffer [cols, ld]."""
+    """Copy [rows, cols] transposed into a new buffer [cols, ld]."""
     rows = scale.shape[0]
     if ld > rows:
         return pad(scale.t(), (0, ld - rows), value=value)
@@ -243,8 +242,8 @@ def _mn_buffer(scale: Tensor, ld: int, value: int = 0) -> Tensor:
 
 
 def _mn_major(scale: Tensor, ld: int, value: int = 0) -> Tensor:
-    """[rows, cols] with strides (1, ld); not copied if it has them already, or is one column, for which they do not
-    matter."""
+    """Return [rows, cols] with strides (1, ld). No copy is made if the strides match already or if there is a single
+    column, whose stride does not matter."""
     rows, cols = scale.shape
     if scale.stride() == (1, ld):
         return scale
@@ -253,24 +252,24 @@ def _mn_major(scale: Tensor, ld: int, value: int = 0) -> Tensor:
     return _mn_buffer(scale, ld, value).t()[:rows]
 
 
-def _whole_buffer(scale: Tensor, ld: int) -> Tensor:
-    """The buffer [cols, ld] of whose first rows `scale` is a transposed view."""
+def _backing_buffer(scale: Tensor, ld: int) -> Tensor:
+    """Return the buffer [cols, ld] that backs `scale` if `scale` is a transposed view of one, else a new buffer."""
     rows, cols = scale.shape
     if scale.stride() != (1, ld) or not scale.numel():
         return _mn_buffer(scale, ld)
     if rows == ld:
         return scale.t()
-    if torch.compiler.is_compiling():  # a traced tensor has no storage to look at
+    if torch.compiler.is_compiling():  # a traced tensor has no storage to inspect
         return _mn_buffer(scale, ld)
     end = (scale.storage_offset() + cols * ld) * scale.element_size()
-    # The strides do not guarantee that memory for the last pads exists.
+    # The strides do not guarantee that memory for the last padding exists.
     if scale.untyped_storage().nbytes() < end:
         return _mn_buffer(scale, ld)
     return scale.as_strided((cols, ld), (ld, 1))
 
 
 def _padded(x: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:
-    """Row-major, with rows and columns added."""
+    """Return x row-major, padded to [rows, cols]."""
     more_rows, more_cols = rows - x.shape[0], cols - x.shape[1]
     if more_rows or more_cols:
         return pad(x, (0, more_cols, 0, more_rows), value=value)
@@ -278,20 +277,22 @@ def _padded(x: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """[rows, cols] with strides (cols, 1), even in a dimension of size 1, whose stride torch checks too."""
+    """Return x with strides (cols, 1), even in a dimension of size 1, whose stride torch checks too."""
     x = x.contiguous()
     return x if x.stride() == (x.shape[1], 1) else x.view(-1).view(x.shape)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """One-byte numbers as uint8, because most operations lack the float8 dtypes."""
+    """Return one-byte elements as uint8, because most operations lack the float8 dtypes."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _float4() -> torch.dtype:
     dtype = getattr(torch, "float4_e2m1fn_x2", None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("torch takes e2m1 data as torch.float4_e2m1fn_x2, which this version of torch lacks")
+        raise ValueError(
+            "torch takes e2m1 data as torch.float4_e2m1fn_x2, which this version of torch lacks; upgrade torch"
+        )
     return dtype
 
 
@@ -357,7 +358,7 @@ def _from_torch_scale(scale: Tensor, case: _Case) -> Tensor:
 
 
 def _stored(scale: Tensor, case: _Case) -> Tensor:
-    """A scale of the right shape with the strides that `Codes` have."""
+    """Return a scale of the right shape with the strides that `Codes` use."""
     if not (case.format.block == "row" and tuple(scale.shape) == (case.rows, 1)):
         _shape("scale", scale, (case.scale_rows, case.scale_cols))
     return _mn_major(scale, _rup(case.rows, 4)) if case.format.block == "1x128" else _row_major(scale)
@@ -404,7 +405,7 @@ def _to_te(codes: Codes, case: _Case) -> ForeignCodes:
     if block == "tensor":
         return ForeignCodes(data, codes.scale.reshape(-1))
     if block == "1x128":
-        return ForeignCodes(data, _whole_buffer(codes.scale, _rup(case.rows, 4)))
+        return ForeignCodes(data, _backing_buffer(codes.scale, _rup(case.rows, 4)))
     if block == "128x128":
         return ForeignCodes(data, _padded(codes.scale, case.scale_rows, _rup(case.scale_cols, 4)))
     scale = _bytes(codes.scale)
@@ -433,28 +434,27 @@ def _from_te(buffers: ForeignCodes, case: _Case) -> Codes:
     if format.block != "nvfp4":
         return Codes(data.view(case.format.number.dtype), scale)
     if buffers.amax is None:
-        raise ValueError("TE's NVFP4Tensor keeps the tensor's amax: give it as buffers.amax")
+        raise ValueError("buffers.amax is missing: pass the amax that TE's NVFP4Tensor stores")
     return Codes(data, scale, _global_of(buffers.amax, format).reshape(()))
 
 
 def _global_of(amax: Tensor, format: Format) -> Tensor:
-    # A division in fp64, rounded once, is the fp32 division, also where a compiler divides approximately.
-    # Both sides are tensors because torch makes number / x a reciprocal and a product, which rounds twice.
-    wide = amax.double()
-    most = torch.full_like(wide, _NVFP4_MAX)
+    # Dividing in fp64 and rounding once gives the exact fp32 quotient even if a compiler divides approximately.
+    # Both sides are tensors: torch turns number / x into a reciprocal and a product, which rounds twice.
+    amax64 = amax.double()
+    largest = torch.full_like(amax64, _NVFP4_MAX)
     if format.convention == "torchao":
-        return torch.where(amax == 0, 1.0, (wide / most).float())
-    encode = (most / wide).float().clamp(max=torch.finfo(torch.float32).max)
+        return torch.where(amax == 0, 1.0, (amax64 / largest).float())
+    encode = (largest / amax64).float().clamp(max=torch.finfo(torch.float32).max)
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
     return (1.0 / encode.double()).float()
 
 
 def _amax_of(global_scale: Tensor, format: Format) -> Tensor:
-    """An amax from which `_global_of` makes exactly this scale, [1].
+    """Return an amax [1] from which `_global_of` makes exactly this scale.
 
-    Rounding lets a few neighbours make the same scale. The one that is a bf16 number, if there is one, must
-    be the amax of a bf16 tensor; otherwise the nearest is as good as any. Scale 1 gives 2688, also where the
-    amax was 0.
+    Rounding lets a few neighboring values make the same scale. If one of them is a bf16 value, it must be the amax
+    of a bf16 tensor; otherwise the nearest is as good as any. Scale 1 gives 2688, even if the amax was 0.
     """
     middle = (global_scale.double() * _NVFP4_MAX).float().reshape(1).view(torch.int32)
     candidates = torch.cat([middle + step for step in (0, 1, -1, 2, -2, 3, -3, 4, -4)])
@@ -463,7 +463,7 @@ def _amax_of(global_scale: Tensor, format: Format) -> Tensor:
     return candidates.index_select(0, score.argmax(0, keepdim=True)).view(torch.float32)
 
 
-# Swizzled block scales alone
+# Swizzled block scales only
 
 
 def _to_swizzled(codes: Codes, case: _Case) -> ForeignCodes:

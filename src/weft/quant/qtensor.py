@@ -1,4 +1,4 @@
-"""`QTensor`: a tensor that is stored quantised."""
+"""`QTensor`, a tensor stored as quantized codes and scales."""
 
 from __future__ import annotations
 
@@ -30,36 +30,35 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# The dtypes that a QTensor can state for its numbers. If it is converted to another one, it is dequantised.
-_STATED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Dtypes that a QTensor can declare. Converting it to any other dtype dequantizes it.
+_DECLARABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# The members of `Codes` that are tensors.
+# The tensor fields of `Codes`.
 _TENSORS = Codes._fields[:3]
 
 
 class QTensor(Tensor):
-    """A tensor stored as codes and scales. It stands for the numbers it was made from: `shape` and `dtype` are
-    theirs, and gradients pass straight through.
+    """Tensor stored as codes and scales. `shape` and `dtype` are those of the tensor that was quantized, and gradients
+    pass straight through.
 
-    - `rowwise`: the copy quantised along the last dimension, codes [M, K] for a tensor of shape [..., K] with M
+    - `rowwise`: the copy quantized along the last dimension, codes [M, K] for a tensor of shape [..., K] with M
       rows in all.
-    - `columnwise`: the copy quantised along M, stored transposed: codes [K, M]. It is what a weight gradient
-      reads.
+    - `columnwise`: the copy quantized along M, stored transposed: codes [K, M]. Weight gradients read it.
 
-    An operation that does not know a QTensor gets it dequantised. `a @ b` and `torch.nn.functional.linear(x, w)` of two
-    matrices whose formats multiply each other are those of `weft.matmul`, without decoded copies. `weft.layouts` hands
-    its bytes to other libraries.
+    Operations without an implementation for QTensors receive it dequantized. `a @ b` and
+    `torch.nn.functional.linear(x, w)` run `weft.matmul` on the codes if a product supports both formats.
+    `weft.layouts` passes the bytes to other libraries.
 
-    As a parameter or a buffer it goes where the module goes:
+    As a parameter or a buffer it moves with its module:
 
-    - `.to(dtype)` and `.bfloat16()` change the dtype that it states and that `dequantize` gives; its codes stay.
-    - It is saved, loaded, pickled and copied with its codes. `load_state_dict` copies codes into a QTensor of the
-      same format, and dequantises into a plain parameter; with `assign=True` it takes any tensor.
+    - `.to(dtype)` and `.bfloat16()` change the declared dtype, in which `dequantize` returns; the codes stay.
+    - Saving, loading, pickling and copying keep the codes. `load_state_dict` copies codes into a QTensor of the
+      same format and dequantizes into a plain parameter; with `assign=True` it takes any tensor.
     - `fully_shard` (FSDP2) shards it along its first dimension and gathers codes and scales. All shards must have the
-      same number of rows, and whole blocks.
-    - It cannot be written to in place, except by `copy_` from a QTensor of the same format; nor can its views, such as
-      `q[0]`. Where autograd adds to a gradient that is a QTensor, that gradient becomes dense: the sum of dequantised
-      numbers, in its dtype.
+      same number of rows and consist of complete blocks.
+    - Neither it nor its views, such as `q[0]`, can be written in place, except by `copy_` from a QTensor of the same
+      format. When autograd adds to a gradient that is a QTensor, the gradient becomes dense: the sum of the
+      dequantized gradients, in its dtype.
 
     >>> import torch, weft
     >>> q = weft.quantize(torch.randn(4, 256), "1x128")
@@ -73,7 +72,7 @@ class QTensor(Tensor):
 
     rowwise: Codes | None
     columnwise: Codes | None
-    spec: str  # of the format
+    spec: str  # name of the format
 
     @staticmethod
     def __new__(
@@ -84,16 +83,18 @@ class QTensor(Tensor):
         rowwise: Codes | None,
         columnwise: Codes | None = None,
     ) -> QTensor:
-        held = rowwise or columnwise
-        if held is None:
-            raise ValueError("a QTensor needs its row-wise copy, its column-wise copy, or both")
-        self: QTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.data.device)
+        present = rowwise or columnwise
+        if present is None:
+            raise ValueError("a QTensor needs a row-wise copy, a column-wise copy, or both; got neither")
+        self: QTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=present.data.device
+        )
         self.rowwise, self.columnwise = rowwise, columnwise
         self._declare(format if format in SPECS else Format.of(format).spec)
         return self
 
     def _declare(self, spec: str) -> None:
-        """State the format of the codes."""
+        """Set the format of the tensor and of its copies."""
         self.spec = spec
         if self.rowwise is not None and self.rowwise.format != spec:
             self.rowwise = self.rowwise._replace(format=spec)
@@ -105,14 +106,14 @@ class QTensor(Tensor):
         return Format.of(self.spec)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers in `dtype`, by default the tensor's own: from the row-wise copy if there is one, and from a
+        """Return the dequantized tensor in `dtype`, by default its own. The row-wise copy is read if there is one, a
         rotated copy only if there is no other. Gradients pass straight through."""
         return apply(_Unwrap, self, dtype or self.dtype)  # type: ignore[no-any-return]
 
     def to_layout(
         self, name: str, *, operand: Literal["a", "b"] = "a", columnwise: bool = False
     ) -> ForeignCodes:
-        """The buffers that another library's GEMM takes, without a copy where its layout is this one; see
+        """Return the buffers that another library's GEMM takes, without copying where the layouts agree; see
         `weft.layouts` for the names.
 
         >>> import torch, weft
@@ -128,7 +129,7 @@ class QTensor(Tensor):
         return to_layout(codes, name, operand=operand, columnwise=columnwise)
 
     def _matrix(self) -> tuple[int, int]:
-        """M and K. A flat view still has the copies of the matrix that it is a view of."""
+        """Return (M, K). A flat view still holds the copies of the matrix it views."""
         if self.dim() == 1 and self.rowwise is not None:
             rows = self.rowwise.data.shape[0]
             return rows, self.numel() // rows if rows else self.shape[0]
@@ -140,7 +141,7 @@ class QTensor(Tensor):
     def _decoded(self, dtype: torch.dtype) -> Tensor:
         (row, col), (rows, cols) = self._copies, self._matrix()
         rotated = col is not None and Format.of(self.spec).hadamard == "rowwise"
-        if row is not None and not rotated:  # a copy that is not rotated comes first
+        if row is not None and not rotated:  # prefer a copy that is not rotated
             return _ops.decode(row, cols, dtype).reshape(self.shape)
         assert col is not None
         return _ops.decode(col, rows, dtype).t().reshape(self.shape)
@@ -155,7 +156,7 @@ class QTensor(Tensor):
     # ---- saving, copying, sharing -------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For `torch.save`, pickling and copying: the parts, and how to put them together."""
+        """Return the rebuild function and its arguments, for `torch.save`, pickle and copy."""
         parts = [None if codes is None else codes.map(_plain_bytes)[:3] for codes in self._copies]
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad, is_parameter)
@@ -172,13 +173,13 @@ class QTensor(Tensor):
     def data(self, new: Tensor) -> None:
         if not isinstance(new, QTensor):
             raise TypeError(
-                f"the data of {self!r} cannot become a plain tensor: put another tensor (or torch.nn.Parameter) in its "
-                "place"
+                f"cannot assign a plain tensor to the data of {self!r}: replace the whole tensor (or "
+                "torch.nn.Parameter) instead"
             )
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.rowwise, self.columnwise, self.spec = new.rowwise, new.columnwise, new.spec
 
-    # ---- torch.compile takes it apart into plain tensors and puts it together again -----------------------
+    # ---- torch.compile flattens it into plain tensors and rebuilds it -------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = []
@@ -199,15 +200,15 @@ class QTensor(Tensor):
         return QTensor(outer_size, dtype, spec, *copies)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        """AOTAutograd asks what the gradient of a graph's output will be, and assumes what the output is. It is plain:
-        zeros if nobody differentiates this output, and otherwise what `dequantize` and other operations pass on."""
+        """Return a plain tangent. AOTAutograd assumes that the gradient of a graph's output has the output's type, but
+        it is plain: zeros if the output is not differentiated, else the result of the backward of `dequantize` etc."""
         tangent = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # AOTAutograd then flattens the answer without checking that it is still a wrapper.
+        # AOTAutograd flattens the result without checking that it is still a wrapper.
         tangent.__tensor_flatten__ = _nothing_inside  # type: ignore[attr-defined]
         return tangent
 
     def __coerce_same_metadata_as_tangent__(self, meta: Any, kind: type | None = None) -> Tensor | None:
-        """The plain form of a gradient that is a QTensor, where AOTAutograd expects a plain one."""
+        """Return the decoded gradient if AOTAutograd expects a plain one, else None."""
         return self._decoded(self.dtype) if kind is Tensor else None
 
     # ---- FSDP2: `fully_shard` calls these around its all-gather -------------------------------------------
@@ -218,8 +219,8 @@ class QTensor(Tensor):
         ranks = mesh.size()
         if outer_size[0] % ranks:
             raise ValueError(
-                f"FSDP gathers shards of a QTensor {tuple(outer_size)} only if all have the same length, and "
-                f"{outer_size[0]} does not divide by {ranks} ranks: pad it to a multiple, or give the parameter to "
+                f"FSDP gathers shards of a QTensor {tuple(outer_size)} only if all have the same length, but "
+                f"{outer_size[0]} is not divisible by {ranks} ranks: pad it to a multiple, or pass the parameter to "
                 "fully_shard(ignored_params=...)"
             )
         return tuple(shard_bytes(self._copies)), (self, outer_size)
@@ -249,16 +250,16 @@ class QTensor(Tensor):
         return self.rowwise, self.columnwise
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
-        """The same tensor with a function applied to all its parts, and in `dtype`."""
+        """Return the tensor with `function` applied to all its parts, declared as `dtype`."""
         copies = (None if codes is None else codes.map(function) for codes in self._copies)
         return QTensor(self.shape, dtype or self.dtype, self.spec, *copies)
 
     def _allocated(self, shape: Any, dtype: torch.dtype, device: torch.device) -> QTensor:
-        """An uninitialised QTensor of the same format."""
+        """Allocate an uninitialized QTensor of this format."""
         f, cols = self.format, self._matrix()[1]
         rows = math.prod(shape) // cols if cols else 0
-        wanted = {"rowwise": self.rowwise is not None, "columnwise": self.columnwise is not None}
-        return QTensor(shape, dtype, f, *allocate_copies(f, rows, cols, device, **wanted))
+        sides = {"rowwise": self.rowwise is not None, "columnwise": self.columnwise is not None}
+        return QTensor(shape, dtype, f, *allocate_copies(f, rows, cols, device, **sides))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -268,32 +269,32 @@ class QTensor(Tensor):
         if is_view_from_outside(func, args):
             with torch.inference_mode(False):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-        known = _KNOWN.get(func)
-        if known is not None and isinstance(args[0], QTensor):
-            result = known(*args, **kwargs)
+        implementation = _IMPLEMENTED.get(func)
+        if implementation is not None and isinstance(args[0], QTensor):
+            result = implementation(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = _ops.run(func, args, kwargs)
         if result is not NotImplemented:
             return result
         if any(isinstance(t, QTensor) for t in written_tensors(func, args, kwargs)):
-            raise RuntimeError(f"{func} would change a QTensor in place: dequantize it, or make a new one")
-        # Under inference_mode an op that is made of others arrives whole; elsewhere its parts do.
+            raise RuntimeError(f"{func} would change a QTensor in place: dequantize it, or create a new one")
+        # Under inference_mode composite ops arrive undecomposed; elsewhere PyTorch has decomposed them already.
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
         if is_view(func) and isinstance(args[0], QTensor):
             return _decoded_view(func, *args, **kwargs)
-        plain = _undecoded if func in _OF_METADATA else decoded
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        convert = _undecoded if func in _METADATA_ONLY else decoded
+        return func(*tree_map(convert, args), **tree_map(convert, kwargs))
 
 
 class Ops(NamedTuple):
-    """The hook by which QTensors call ops. `weft.ops` is built on this package, which therefore must not import it; it
-    sets the hook when it is imported itself."""
+    """Hook through which QTensors call ops. `weft.ops` imports this package, so this package cannot import `weft.ops`;
+    `weft.ops` sets the hook at import."""
 
-    decode: Callable[[Codes, int, torch.dtype], Tensor]  # (codes, elements of a row, dtype) -> elements
-    # (operation, args, kwargs) -> the result of one that reads codes; NotImplemented if its QTensors must be decoded.
+    decode: Callable[[Codes, int, torch.dtype], Tensor]  # (codes, row length, dtype) -> decoded tensor
+    # (operation, args, kwargs) -> result of an op that reads codes; NotImplemented if its QTensors must be decoded.
     run: Callable[[Any, Any, Any], Any]
 
 
@@ -301,19 +302,19 @@ _ops: Ops
 
 
 def connect(ops: Ops) -> None:
-    """Set the hook."""
+    """Set the hook through which QTensors call ops."""
     global _ops
     _ops = ops
 
 
 def stand_in(x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor that autograd sees in place of a quantised one: one element of this dtype, expanded to this shape, by
-    default those of x."""
+    """Return the tensor that autograd sees in place of a quantized one: a single element of `dtype` expanded to
+    `shape`, by default x's dtype and shape."""
     shape = x.shape if shape is None else shape
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype or x.dtype, device=x.device)
 
 
-# ---- operations on a QTensor; NotImplemented means that the numbers are dequantised first ---------------
+# ---- operations on a QTensor; NotImplemented means: dequantize first -------------------------------------
 
 
 def _alias(q: QTensor) -> QTensor:
@@ -325,8 +326,8 @@ def _clone(q: QTensor, **memory_format: Any) -> QTensor:
 
 
 def _to_copy(q: QTensor, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """A copy on another device, or with another stated dtype. Like any such conversion it shares no memory."""
-    if (dtype or q.dtype) not in _STATED:
+    """Copy to another device or declared dtype. The copy shares no memory, as with plain tensors."""
+    if (dtype or q.dtype) not in _DECLARABLE:
         return NotImplemented
     moved = {name: options[name] for name in ("device", "pin_memory", "non_blocking") if name in options}
     return q._map(lambda part: aten._to_copy.default(part, **moved), dtype)
@@ -341,16 +342,16 @@ def _is_pinned(q: QTensor, device: Any = None) -> bool:
 
 
 def _view(q: QTensor, shape: Any) -> Any:
-    """A view with other leading dimensions, or a flat one, as FSDP keeps a shard."""
-    wanted = torch.empty(q.shape, device="meta").view(shape).shape
-    if len(wanted) != 1 and wanted[-1:] != q._matrix()[1:]:
+    """View with other leading dimensions, or flat, as FSDP stores a shard."""
+    new_shape = torch.empty(q.shape, device="meta").view(shape).shape
+    if len(new_shape) != 1 and new_shape[-1:] != q._matrix()[1:]:
         return NotImplemented
-    return QTensor(wanted, q.dtype, q.format, *q._copies)
+    return QTensor(new_shape, q.dtype, q.format, *q._copies)
 
 
 def _transpose(q: QTensor, first: int, second: int) -> Any:
-    """The transpose of a matrix: its row-wise copy is the column-wise copy of q, and the other way round. Transposes of
-    several matrices are decoded, from the column-wise copy as well."""
+    """Transpose a matrix by exchanging its row-wise and column-wise copies. Transposes of batches are decoded, from the
+    column-wise copy if there is one."""
     dims = q.dim()
     if dims < 2 or {first % dims, second % dims} != {dims - 2, dims - 1}:
         return NotImplemented
@@ -372,13 +373,13 @@ def _permute(q: QTensor, dims: Any) -> Any:
 
 
 def _as_strided(q: QTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """The tensor itself, if size and strides are its own: FSDP asks for no other case."""
-    same = tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not storage_offset
-    return _alias(q) if same else NotImplemented
+    """Return an alias if size and strides are q's own, the only case that FSDP needs."""
+    unchanged = tuple(size) == tuple(q.shape) and tuple(stride) == q.stride() and not storage_offset
+    return _alias(q) if unchanged else NotImplemented
 
 
 def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | None:
-    """Pieces of the first dimension as views; None if one of them would cut a block, or a row."""
+    """Slice the first dimension into views, or return None if a slice would cut a block or a row."""
     if q.dim() < 2:
         return None
     inner = math.prod(q.shape[1:-1])
@@ -386,7 +387,7 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
     unit = row_unit(q._copies, rows)
     if any(edge % unit and edge != rows for i in (*starts, *stops) for edge in (i * inner,)):
         return None
-    # The end of the rows may lie inside of a block: no rows are cut from there, but from the beginning.
+    # The last row may lie inside a block, so an empty slice is cut at the start instead.
     spans = [
         (start * inner, stop * inner) if start < stop else (0, 0)
         for start, stop in zip(starts, stops, strict=True)
@@ -397,50 +398,50 @@ def _rows(q: QTensor, starts: list[int], stops: list[int]) -> list[QTensor] | No
     ]
 
 
-def _whole_blocks(q: QTensor, start: int, stop: int) -> tuple[QTensor, int] | None:
-    """Return the smallest piece of the first dimension that has these indices and cuts no block, and its begin."""
+def _enclosing_blocks(q: QTensor, start: int, stop: int) -> tuple[QTensor, int] | None:
+    """Return the smallest slice of the first dimension that holds these indices in complete blocks, and its start."""
     inner = math.prod(q.shape[1:-1])
     unit = row_unit(q._copies, q.shape[0] * inner)
     step = math.lcm(unit, inner) // inner if inner else 1
     first, last = start // step * step, min(-(-stop // step) * step, q.shape[0])
-    found = _rows(q, [first], [max(first, last)])
-    return None if found is None else (found[0], first)
+    slices = _rows(q, [first], [max(first, last)])
+    return None if slices is None else (slices[0], first)
 
 
 def _slice(q: QTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """Rows as a view; rows that cut a block are decoded, together with what shares it."""
+    """Slice rows as a view; rows that cut a block are decoded together with the rest of the block."""
     if dim % max(q.dim(), 1) or step != 1 or q.dim() < 2:
         return NotImplemented
     first, last, _ = slice(start, end).indices(q.shape[0])
     last = max(first, last)
-    found = _rows(q, [first], [last])
-    if found is not None:
-        return found[0]
-    around = _whole_blocks(q, first, last)
-    if around is None:
+    slices = _rows(q, [first], [last])
+    if slices is not None:
+        return slices[0]
+    enclosing = _enclosing_blocks(q, first, last)
+    if enclosing is None:
         return NotImplemented
-    piece, begin = around
-    return _decoded_view(aten.slice.Tensor, piece, 0, first - begin, last - begin)
+    blocks, blocks_start = enclosing
+    return _decoded_view(aten.slice.Tensor, blocks, 0, first - blocks_start, last - blocks_start)
 
 
 def _select(q: QTensor, dim: int, index: int) -> Any:
-    """One index of the first dimension, decoded together with what shares a block with it."""
+    """Select one index of the first dimension, decoded together with the rest of its block."""
     size = q.shape[0]
     if dim % max(q.dim(), 1) or q.dim() < 2 or not -size <= index < size:
         return NotImplemented
-    around = _whole_blocks(q, index % size, index % size + 1)
-    if around is None:
+    enclosing = _enclosing_blocks(q, index % size, index % size + 1)
+    if enclosing is None:
         return NotImplemented
-    piece, begin = around
-    return _decoded_view(aten.select.int, piece, 0, index % size - begin)
+    blocks, blocks_start = enclosing
+    return _decoded_view(aten.select.int, blocks, 0, index % size - blocks_start)
 
 
 def _split_with_sizes(q: QTensor, sizes: list[int], dim: int = 0) -> Any:
     if dim % max(q.dim(), 1):
         return NotImplemented
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    found = _rows(q, [0, *stops[:-1]], stops)
-    return NotImplemented if found is None else found
+    slices = _rows(q, [0, *stops[:-1]], stops)
+    return NotImplemented if slices is None else slices
 
 
 def _split(q: QTensor, size: int, dim: int = 0) -> Any:
@@ -451,9 +452,9 @@ def _split(q: QTensor, size: int, dim: int = 0) -> Any:
 
 
 def _new_zeros(q: QTensor, shape: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    """Rows of q's length, which FSDP allocates for a shard, become a QTensor; any other shape a plain tensor."""
-    rows_alike = len(shape) == q.dim() >= 2 and tuple(shape[1:]) == tuple(q.shape[1:])
-    if not rows_alike or dtype is not None:
+    """Allocate a QTensor for rows of q's length, as FSDP does for a shard, and a plain tensor for any other shape."""
+    same_rows = len(shape) == q.dim() >= 2 and tuple(shape[1:]) == tuple(q.shape[1:])
+    if not same_rows or dtype is not None:
         return NotImplemented
     zeros = q._allocated(shape, q.dtype, device or q.device)
     for part in _tensors(zeros):
@@ -462,44 +463,48 @@ def _new_zeros(q: QTensor, shape: Any, dtype: Any = None, device: Any = None, **
 
 
 def _empty_like(q: QTensor, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    """Room for a QTensor of the same format, which `Module.to_empty` asks for before weights are loaded."""
-    if (dtype or q.dtype) not in _STATED:
+    """Allocate a QTensor of the same format, as `Module.to_empty` does before weights are loaded."""
+    if (dtype or q.dtype) not in _DECLARABLE:
         return NotImplemented
     return q._allocated(q.shape, dtype or q.dtype, device or q.device)
 
 
 def _copy_(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
-    """Copy the codes and scales of a tensor of the same format that has at least the copies that q has."""
+    """Copy codes and scales from a tensor of the same format that has at least q's copies."""
     if isinstance(source, QTensor) and (source.spec, source.shape) == (q.spec, q.shape):
-        pairs = [(mine, its) for mine, its in zip(q._copies, source._copies, strict=True) if mine is not None]
-        if all(its is not None and its.scale.shape == mine.scale.shape for mine, its in pairs):
-            for mine, its in pairs:
-                for part, its_part in zip(mine[:3], (its or PLAIN)[:3], strict=True):
-                    if part is not None and its_part is not None:
-                        part.copy_(its_part, non_blocking)
+        pairs = [
+            (target, origin)
+            for target, origin in zip(q._copies, source._copies, strict=True)
+            if target is not None
+        ]
+        if all(origin is not None and origin.scale.shape == target.scale.shape for target, origin in pairs):
+            for target, origin in pairs:
+                for part, source_part in zip(target[:3], (origin or PLAIN)[:3], strict=True):
+                    if part is not None and source_part is not None:
+                        part.copy_(source_part, non_blocking)
             return q
-    what = repr(source) if isinstance(source, QTensor) else f"a plain tensor {tuple(source.shape)}"
+    description = repr(source) if isinstance(source, QTensor) else f"a plain tensor {tuple(source.shape)}"
     message = (
-        f"{what} cannot be copied into {q!r}, which takes codes of its own format and shape: quantise it first "
+        f"{description} cannot be copied into {q!r}, which needs codes of its own format and shape: quantize it first "
         f'(weft.quantize(x, "{q.spec}")), or replace the tensor, as load_state_dict(..., assign=True) does'
     )
     rows, unit = q._matrix()[0], row_unit(q._copies, q._matrix()[0])
     if rows % unit:
         message += (
-            f". If these {rows} rows are a shard: none can cut blocks, which have {unit} rows here. Pad the rows to a "
-            f"multiple of {unit} for each rank, or give the parameter to fully_shard(ignored_params=...)"
+            f". If these {rows} rows are a shard: shards cannot cut blocks, here of {unit} rows. Pad the rows to a "
+            f"multiple of {unit} on each rank, or pass the parameter to fully_shard(ignored_params=...)"
         )
     raise RuntimeError(message)
 
 
 def _add_(q: QTensor, other: Any, alpha: Any = 1) -> Any:
-    """Called by autograd, which accumulates gradients in place: the result becomes dense."""
+    """Accumulate a gradient in place for autograd; the result becomes dense."""
     if torch._C._current_graph_task_id() == -1:
         return NotImplemented
     return become_dense(q, torch.add(q._decoded(q.dtype), other, alpha=alpha))
 
 
-_KNOWN: dict[Any, Callable[..., Any]] = {
+_IMPLEMENTED: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.clone.default: _clone,
@@ -523,8 +528,8 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add_,
 }
 
-# The results of these operations depend on a tensor's shape, dtype and device alone.
-_OF_METADATA = {
+# The results of these operations depend only on a tensor's shape, dtype and device.
+_METADATA_ONLY = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
@@ -541,7 +546,7 @@ def _tensors(q: QTensor) -> Iterator[Tensor]:
 
 
 def decoded(value: Any) -> Any:
-    """Return an argument of an operation, decoded if it is a QTensor."""
+    """Return the argument, decoded if it is a QTensor."""
     return value._decoded(value.dtype) if isinstance(value, QTensor) else value
 
 
@@ -550,7 +555,7 @@ def _undecoded(value: Any) -> Any:
 
 
 def _decoded_view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
-    """Return a view that has no codes of its own, as decoded numbers that refuse to be written."""
+    """Return a read-only view of the decoded tensor, for views that have no codes of their own."""
     result = func(q._decoded(q.dtype), *args, **kwargs)
     return tree_map(lambda t: DecodedView(t) if isinstance(t, Tensor) else t, result)
 
@@ -574,7 +579,7 @@ def _nothing_inside() -> tuple[list[str], None]:
 
 
 def _plain_bytes(part: Tensor) -> Tensor:
-    """8-bit floats as bytes: `pickle` does not know their storage."""
+    """Return 8-bit floats as bytes, because pickle does not support their storage."""
     return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
@@ -598,5 +603,5 @@ def _rebuild(
 
 register_gradient_decoder(QTensor, QTensor.dequantize)
 
-# `torch.load` only builds objects whose constructors are registered.
+# `torch.load` rebuilds only objects whose constructors are registered.
 torch.serialization.add_safe_globals([_rebuild])

@@ -1,6 +1,6 @@
-"""The quantiser in plain PyTorch: what a kernel's bytes are compared with, and what runs without Triton.
+"""Reference quantizer in plain PyTorch: tests compare the kernels' bytes with it, and it runs without Triton.
 
-Everything works on a 2-D tensor; the column-wise copy is the row-wise copy of the transpose.
+All functions take a 2-D tensor; the column-wise copy is the row-wise copy of the transpose.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def quantize_copy(
     input_dtype: torch.dtype | None = None,
     random: Tensor | None = None,
 ) -> Codes:
-    """The row-wise copy of x [M, K]. `scale` is a given scale, `random` int64 [M, K] draws of 32 bits."""
+    """Return the row-wise copy of x [M, K]. `scale` overrides the scale; `random` is int64 [M, K] of 32-bit draws."""
     rows, cols = x.shape
     input_max = torch.finfo(input_dtype or x.dtype).max
     x = x.float()
     block_rows, group = format.square or format.block_rows or max(rows, 1), format.group or max(cols, 1)
-    # A scale of the whole tensor or of a row exists even if there are no elements.
+    # The scale of a whole tensor or row exists even if there are no elements.
     fill_cols = -cols % group if format.group or cols else 1
     fill_rows = -rows % block_rows if format.block_rows or rows else 1
     padded = F.pad(x, (0, fill_cols, 0, fill_rows))
@@ -60,7 +60,7 @@ def quantize_copy(
     if format.packed == 2:
         codes = F.pad(codes, (0, cols % 2))
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    if format.block_rows < format.square:  # squares repeat their scale
+    if format.block_rows < format.square:  # each row of a square stores its scale
         stored = stored.repeat_interleave(format.square, 0)[:rows]
     data = codes.contiguous().view(format.number.dtype)
     return Codes(data, _laid_out(stored, format), global_scale, format.spec)
@@ -69,8 +69,8 @@ def quantize_copy(
 def scale_from_amax(
     amax: Tensor, format: Format | str = "tensor", dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """The scale that a format's convention makes of an amax, on amax's device: what delayed scaling does with the
-    largest of the last steps. `dtype` is that of the tensors to be quantised.
+    """Return the scale that a format's convention computes from an amax, on amax's device. Delayed scaling applies it
+    to the largest amax of the last steps. `dtype` is the dtype of the tensors to be quantized.
 
     >>> import torch, weft
     >>> history = torch.zeros(16)
@@ -82,18 +82,18 @@ def scale_from_amax(
     format = Format.of(format)
     if not isinstance(amax, Tensor) or not amax.is_floating_point():
         raise TypeError(
-            f"amax must be a tensor of floats, on the device where the scale is wanted; got {amax!r}"
+            f"amax must be a tensor of floats on the device where the scale is needed; got {amax!r}"
         )
     if format.scale_dtype is not torch.float32:
         raise ValueError(
-            f"block {format.block!r} has scales of many blocks that depend on each other or on the tensor"
+            f"block {format.block!r} does not have fp32 scales, so an amax does not determine them: use one that does"
         )
     return _fp32_scale(amax.float(), torch.finfo(dtype).max, format)[0]
 
 
 def quantize_copies(x: Tensor, format: Format, *, rowwise: bool, columnwise: bool, **options: Any) -> Copies:
-    """The copies of x [M, K] that are asked for, laid out as kernels do; `options` are those of `quantize_copy`, a
-    given scale or random draws as they go with x."""
+    """Return the requested copies of x [M, K] in the kernels' memory layout. `options` go to `quantize_copy`; `scale`
+    and `random` have x's orientation."""
     row = quantize_copy(x, format, **options) if rowwise else None
     if not columnwise:
         return row, None
@@ -106,8 +106,8 @@ def quantize_copies(x: Tensor, format: Format, *, rowwise: bool, columnwise: boo
 
 
 def dequantize_copy(codes: Codes, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The numbers that a copy of a [M, K] tensor stores: q * d in fp32 (q * (d * g) for nvfp4), rounded once. Those of
-    a rotated copy stay rotated."""
+    """Return the values of a copy of an [M, K] tensor: q * d in fp32 (q * (d * g) for nvfp4), rounded once. A rotated
+    copy stays rotated."""
     (rows, cols), format = shape, Format.of(codes.format)
     data = codes.data.view(torch.uint8)
     if format.packed == 2:
@@ -123,13 +123,13 @@ def dequantize_copy(codes: Codes, shape: tuple[int, int], dtype: torch.dtype) ->
     return (values * scale).to(dtype)
 
 
-# TransformerEngine's, of the 16 numbers that are rotated together.
+# TransformerEngine's signs of the 16 elements that are rotated together.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_reference(x: Tensor, *, inverse: bool = False) -> Tensor:
-    """The rotation of `Format.hadamard` along the rows of x [M, K], or the one that undoes it, in fp32. K is a multiple
-    of 16. It is 16 numbers times diag(signs) H / 4, or times H diag(signs) / 4, where H is symmetric."""
+    """Rotate the rows of x [M, K] as `Format.hadamard` says, or undo that, in fp32. K is a multiple of 16. Every 16
+    elements are multiplied by diag(signs) H / 4, or by its inverse H diag(signs) / 4; H is symmetric."""
     signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
     y = x.float().reshape(-1, 16)
     y = y if inverse else y * signs
@@ -141,7 +141,7 @@ def hadamard_reference(x: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def amax_reference(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """The largest |x|: NaN if one is among them, 0 without elements."""
+    """Return the largest |x|: NaN if x contains one, 0 if x is empty."""
     dims = tuple(range(x.dim())) if dims is None else dims
     if any(x.shape[d] == 0 for d in dims):
         return x.new_zeros([n for d, n in enumerate(x.shape) if d not in dims], dtype=torch.float32)
@@ -161,20 +161,20 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _over(number: float, x: Tensor) -> Tensor:
-    """number / x with one rounding; PyTorch's own multiplies the reciprocal."""
+    """Return number / x with one rounding; PyTorch itself multiplies by the reciprocal."""
     return torch.full_like(x, number) / x
 
 
 def _fp32_scale(amax: Tensor, input_max: float, format: Format) -> tuple[Tensor, Tensor]:
-    """(stored, factor): the table of `formats`."""
+    """Return (stored scale, factor) by the table in `formats`."""
     rule, number = format.rule, format.number
     amax = torch.where(amax < rule.amax_floor, torch.full_like(amax, rule.amax_floor), amax)
     if rule.scale == "1 / (max / amax)":
         factor = _over(number.max, amax)
         if rule.name == "te":
-            usual = (amax > 0) & (amax < torch.inf)
+            finite = (amax > 0) & (amax < torch.inf)
             factor = torch.where(factor.isinf(), input_max, factor)
-            factor = torch.where(usual, factor, 1.0)
+            factor = torch.where(finite, factor, 1.0)
         if format.power_of_two:
             factor = torch.where(factor.isnan(), factor, (_bits(factor) & 0x7F800000).view(torch.float32))
         return 1.0 / factor, factor
@@ -240,7 +240,7 @@ def _nvfp4_scale(amax: Tensor, tensor_amax: Tensor, format: Format) -> tuple[Ten
     return code, factor, decode
 
 
-# Device and dtype are given, since the defaults may be others when this module is imported.
+# Device and dtype are explicit because the defaults may differ when this module is imported.
 _E2M1 = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
     dtype=torch.float32,
@@ -250,18 +250,18 @@ _INT4 = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32, device="cp
 
 
 def encode_reference(x: Tensor, number: ElementType, random: Tensor | None = None) -> Tensor:
-    """fp32 -> codes in uint8: nearest even, or stochastic with 32 random bits each; saturating."""
+    """Encode fp32 as uint8 codes, saturating: round to nearest even, or stochastically with 32 random bits each."""
     if number.integer:
         if random is not None:
-            raise ValueError(f"stochastic rounding is for float elements; {number.name} has none")
+            raise ValueError(f"stochastic rounding needs float elements; got {number.name}")
         codes = x.nan_to_num(nan=0.0).clamp(-number.max, number.max).round().to(torch.int8)
         return codes.view(torch.uint8).bitwise_and(2**number.bits - 1)
     bits = _bits(x).long()
     size = bits & 0x7FFFFFFF
     clamped = size.clamp(max=number.max_bits)
     shift = number.shift
-    least = number.min_normal_bits >> 23
-    exponent = (clamped >> 23).clamp(min=least)
+    min_exponent = number.min_normal_bits >> 23
+    exponent = (clamped >> 23).clamp(min=min_exponent)
     if random is None:
         half = (1 << (shift - 1)) - 1
         normal = ((clamped + half + ((clamped >> shift) & 1)) >> shift) - number.rebias
@@ -271,6 +271,6 @@ def encode_reference(x: Tensor, number: ElementType, random: Tensor | None = Non
         mantissa = torch.where(clamped >= 0x00800000, (clamped & 0x7FFFFF) | 0x800000, 0)
         units = mantissa >> (exponent - (clamped >> 23)).clamp(max=31)
         steps = (units + (random & ((1 << shift) - 1))) >> shift
-        code = (((exponent - least) << (23 - shift)) + steps).clamp(max=number.max_code)
+        code = (((exponent - min_exponent) << (23 - shift)) + steps).clamp(max=number.max_code)
     code = torch.where(bits < 0, code | number.sign, code)
     return torch.where(size > 0x7F800000, number.nan, code).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Where quantised and plain tensors meet in autograd: rounding counts as the identity."""
+"""Straight-through gradients between plain tensors and QTensors: rounding counts as the identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .qtensor import QTensor, stand_in
 
 
 class _Wrap(torch.autograd.Function):
-    """A QTensor from its parts, with the gradient of `plain`."""
+    """Assemble a QTensor from its parts; its gradient flows to `plain`."""
 
     @staticmethod
     def forward(plain: Tensor, spec: str, *parts: Any) -> QTensor:
@@ -30,9 +30,8 @@ class _Wrap(torch.autograd.Function):
 
 
 def wrap(plain: Tensor, spec: str, rowwise: Codes | None, columnwise: Codes | None) -> QTensor:
-    """A QTensor of the format `spec` whose gradient becomes that of `plain`, a tensor of its shape and dtype that
-    nobody reads. If `plain` is a DTensor, the copies are this rank's, and the result is a DTensor whose shards are
-    QTensors."""
+    """Return a QTensor of the format `spec` whose gradient flows to `plain`, a tensor of its shape and dtype that is
+    never read. If `plain` is a DTensor, the copies are this rank's, and the result is a DTensor of QTensor shards."""
     if is_distributed(plain):
         return place_like(wrap(local_of(plain), spec, rowwise, columnwise), plain)  # type: ignore[return-value]
     if not (torch.compiler.is_compiling() or plain.requires_grad):
@@ -41,7 +40,7 @@ def wrap(plain: Tensor, spec: str, rowwise: Codes | None, columnwise: Codes | No
 
 
 class _StandIn(torch.autograd.Function):
-    """A plain tensor of the QTensor's shape and dtype for autograd, which passes the gradient through."""
+    """Replace a QTensor by a plain tensor of its shape and dtype that passes the gradient through."""
 
     @staticmethod
     def forward(q: QTensor) -> Tensor:
@@ -57,18 +56,18 @@ class _StandIn(torch.autograd.Function):
 
 
 def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
-    """x in the form for ops that read codes: a plain x with `PLAIN`, a QTensor as its row-wise codes with a tensor of
-    its shape and dtype that nobody reads and whose gradient becomes that of x. The opposite of `wrap`."""
+    """Return (tensor, codes) for ops that read codes: (x, `PLAIN`) for a plain x; for a QTensor a stand-in that is
+    never read and passes its gradient to x, and the row-wise codes. The inverse of `wrap`."""
     if not isinstance(x, QTensor):
         return x, PLAIN
-    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    # The compiler cannot trace into a QTensor; the dispatcher takes it apart later.
     if torch.compiler.is_compiling():
         return x, PLAIN._replace(format=x.spec)
     if x.rowwise is None:
-        raise ValueError(f"a quantised tensor needs its row-wise copy here; got {x!r}")
+        raise ValueError(f"{x!r} has no row-wise copy, which this op reads: quantize it with rowwise=True")
     return stand_in_for(x), x.rowwise
 
 
 def stand_in_for(x: QTensor) -> Tensor:
-    """A tensor of x's shape and dtype that nobody reads, and whose gradient becomes that of x."""
+    """Return a tensor of x's shape and dtype that is never read and whose gradient flows to x."""
     return apply(_StandIn, x) if x.requires_grad else stand_in(x)

@@ -1,4 +1,4 @@
-"""What every op stands on; the only code that knows `torch.library` and Triton's driver."""
+"""Foundation of every op; the only code that uses `torch.library` and Triton's driver."""
 
 from .autocast import autocasted
 from .backend import backend, launch_device, serves, set_backend

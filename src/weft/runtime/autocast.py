@@ -1,8 +1,8 @@
-"""`torch.autocast`: which tensors it converts, and where it must not reach.
+"""`torch.autocast`: which tensors it converts, and where it must not apply.
 
-Autocast acts on PyTorch's own operations. An op of Weft is one operation to the outside: the functions that multiply
-convert their operands by `autocasted`, as `torch.nn.functional.linear` converts its own, and inside of an op nothing is
-converted any more.
+Autocast acts on PyTorch's own operations. An op of Weft is a single operation from outside: the functions that
+multiply convert their operands with `autocasted`, as `torch.nn.functional.linear` converts its own, and nothing inside
+an op is converted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ without_autocast = torch._C._DisableAutocast
 
 
 def autocasted(x: Tensor) -> Tensor:
-    """An operand of a product in the dtype of the `torch.autocast` block around the call, for x's device. Outside of
-    such a block, and in float64, it stays as it is. Its gradient has x's own dtype."""
+    """Return an operand of a product in the dtype of the enclosing `torch.autocast` block for x's device. Outside such
+    a block, and in float64, x is unchanged. Its gradient has x's own dtype."""
     if not any_autocast():
         return x
     kind = x.device.type

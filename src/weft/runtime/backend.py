@@ -1,9 +1,9 @@
-"""Which implementation serves a call: Triton where its active driver launches on the tensor's device, else the
-reference in plain PyTorch.
+"""Dispatch between implementations: Triton if its active driver launches on the tensor's device, else the reference in
+plain PyTorch.
 
-A choice is made for a block of code (`backend`), for the process (`set_backend`) or before it starts (the variable
-`WEFT_BACKEND`); the innermost one holds. Autograd may run the backward of an op later, elsewhere and on another
-thread: the choice that was in force when the op ran is kept with it, and used there again.
+The choice is made for a block of code (`backend`), for the process (`set_backend`) or before it starts (the variable
+`WEFT_BACKEND`); the innermost one wins. Autograd may run the backward of an op later, elsewhere and on another
+thread: it uses the choice that was in force when the op ran.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .launch import is_recording
 
 Backend = Literal["auto", "triton", "reference"]
 
-_device_types: dict[object, str] = {}  # by Triton driver, the type of device that it launches on
+_device_types: dict[object, str] = {}  # Triton driver -> the type of device it launches on
 _without_driver = False
 
 
 # ---- the choice -----------------------------------------------------------------------------------------
 
 
-def _known(name: str, what: str = "backend") -> Backend:
+def _checked(name: str, what: str = "backend") -> Backend:
     if name not in get_args(Backend):
         raise ValueError(f"{what} must be 'auto', 'triton' or 'reference'; got {name!r}")
     return name  # type: ignore[return-value]
 
 
 class _Block(threading.local):
-    """The choice of the innermost block of a thread. It is not a ContextVar, which torch.compile could not trace."""
+    """Choice of a thread's innermost block. Not a ContextVar, because torch.compile could not trace one."""
 
     choice: Backend | None = None
 
 
 _block = _Block()
-_process: Backend = _known(os.environ.get("WEFT_BACKEND") or "auto", "the variable WEFT_BACKEND")
+_process: Backend = _checked(os.environ.get("WEFT_BACKEND") or "auto", "the variable WEFT_BACKEND")
 
 
 def chosen() -> Backend:
-    """The choice in force for this thread, here and now."""
+    """Return the choice in force for this thread."""
     return _block.choice or _process
 
 
@@ -59,18 +59,18 @@ def set_backend(name: Backend) -> None:
     >>> weft.set_backend("auto")
     """
     global _process
-    _process = _known(name)
+    _process = _checked(name)
 
 
 class backend(ContextDecorator):
     """Choose the implementation of Weft's ops inside a `with` block, for this thread.
 
     `"reference"` runs plain PyTorch: put it around parts of a model to find which op changes a result.
-    `"triton"` makes a missing driver an error instead of a detour. `"auto"` is the default.
+    `"triton"` makes a missing driver an error instead of a fallback. `"auto"` is the default.
 
-    The gradients of what ran in the block are computed by the same implementation, also if `backward` is called outside
-    of it. Ops that ran under "auto" take the choice that holds where `backward` is called. Activation checkpointing
-    computes a forward again, outside of the block: use `weft.set_backend` there.
+    The gradients of what ran in the block are computed by the same implementation, even if `backward` is called outside
+    it. Ops that ran under "auto" take the choice in force where `backward` is called. Activation checkpointing reruns
+    the forward outside the block: use `weft.set_backend` there.
 
     >>> import torch, weft
     >>> x = torch.randn(4, 64)
@@ -79,8 +79,8 @@ class backend(ContextDecorator):
     """
 
     def __init__(self, name: Backend) -> None:
-        self.name = _known(name)
-        self._outer: list[Backend | None] = []  # a block may be entered again inside of itself
+        self.name = _checked(name)
+        self._outer: list[Backend | None] = []  # a block may be reentered
         self._used = False
 
     def __enter__(self) -> None:
@@ -112,28 +112,29 @@ class backend(ContextDecorator):
 
 
 def launch_device() -> str | None:
-    """The type of device that Triton launches on now: cuda (also for AMD), cpu with Loom if it can build, or None."""
+    """Return the type of device that Triton launches on: cuda (also for AMD), cpu with Loom if it can build, or
+    None."""
     global _without_driver
     if not language.TRITON or (_without_driver and language.driver._active is None):
         return None
     try:
         driver = language.driver.active
-    except RuntimeError:  # there is no driver, or more than one is active
+    except RuntimeError:  # no driver, or more than one active
         _without_driver = True
         return None
-    found = _device_types.get(driver)
-    if found is None:
+    device_type = _device_types.get(driver)
+    if device_type is None:
         if type(driver).__module__.startswith("triton_loom.") and loom.obstacle():
             return None
-        found = _device_types[driver] = driver.get_active_torch_device().type
-    return found
+        device_type = _device_types[driver] = driver.get_active_torch_device().type
+    return device_type
 
 
 def serves(device: torch.device) -> bool:
-    """Whether Triton serves a call on `device`, given the active driver and the caller's choice."""
+    """Return whether Triton serves a call on `device`, given the active driver and the caller's choice."""
     choice = _block.choice or _process
     if choice == "auto" and language.TRITON and _device_types.get(language.driver._active) == device.type:
-        return True  # the most common answer first: it is asked in every call
+        return True  # the most common answer first: every call asks
     if choice == "reference":
         return False
     if launch_device() == device.type or is_recording():
@@ -143,7 +144,7 @@ def serves(device: torch.device) -> bool:
             f"backend('triton') was asked for, but no Triton driver launches on {device.type!r}: "
             + (loom.what_is_missing() if device.type == "cpu" else "run `weft doctor` to see what is missing")
         )
-    # Meta tensors are never computed with, and CPU tensors beside a GPU's driver are plain PyTorch's by design.
+    # Meta tensors are never computed with, and CPU tensors beside a GPU driver run in plain PyTorch by design.
     if device.type != "meta" and (device.type != "cpu" or launch_device() is None):
         loom.warn_of_detour(device.type)
     return False

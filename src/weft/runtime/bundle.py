@@ -1,7 +1,7 @@
-"""Kernels that were compiled ahead of time, in a file that processes read and never write.
+"""Ahead-of-time compiled kernels in a file that processes read and never write.
 
-A bundle is a zip file: `manifest.json`, and for each kernel the binary and the metadata that Triton keeps beside it. A
-kernel is found by a hash of everything that decides its code. `weft.aot` makes bundles.
+A bundle is a zip file: `manifest.json`, and for each kernel its binary and Triton's metadata. Kernels are looked up by
+a hash of everything that determines their code. `weft.aot` makes bundles.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VARIABLE = "WEFT_BUNDLE"  # bundles to load, separated as in PATH
 
 
 class BundleError(RuntimeError):
-    """A bundle cannot be used here, and why."""
+    """Error about a bundle that cannot be used here."""
 
 
 @functools.cache
 def sources() -> str:
-    """A hash of Weft's own code and tables: the binaries of another version are not those of this one."""
+    """Return a hash of Weft's own code and tables: binaries of another version do not match this one."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted((*package.rglob("*.py"), *package.rglob("*.json"))):
@@ -37,22 +37,23 @@ def sources() -> str:
 
 
 def name_of(target: Any) -> str:
-    """Triton's target as Weft names it: sm_90, gfx942, cpu."""
+    """Return Weft's name for Triton's target: sm_90, gfx942, cpu."""
     if target.backend == "cpu":
         return "cpu"
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
 def key_of(variant: Variant) -> str:
-    """What a variant is found by."""
+    """Return the key under which a variant is stored."""
     text = repr(variant)
     if " at 0x" in text:
-        raise BundleError(f"a constant of {variant.kernel} has no text that says what it is: {text}")
+        raise BundleError(f"a constant of {variant.kernel} has no stable text representation: {text}")
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def platform_of(target: Any) -> str:
-    """What a binary depends on besides Weft, Triton and the target: for the CPU its features and the compiler's."""
+    """Return what a binary depends on besides Weft, Triton and the target: on the CPU, the CPU's and compiler's
+    features."""
     from triton.compiler import make_backend
 
     return str(make_backend(target).hash()) if target.backend == "cpu" else ""
@@ -60,7 +61,7 @@ def platform_of(target: Any) -> str:
 
 @dataclass
 class Bundle:
-    """An open bundle. `served` counts the kernels that were taken from it in this process."""
+    """Open bundle. `served` counts the kernels taken from it in this process."""
 
     path: Path
     manifest: dict[str, Any] = field(repr=False)
@@ -75,20 +76,20 @@ class Bundle:
             with zipfile.ZipFile(path) as file:
                 manifest = json.loads(file.read("manifest.json"))
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise BundleError(f"{path} is no bundle of Weft's: {error}") from error
+            raise BundleError(f"{path} is not a bundle of Weft: {error}") from error
         if manifest.get("schema") != SCHEMA:
             raise BundleError(f"{path} has format {manifest.get('schema')}; this Weft reads format {SCHEMA}")
         again = f"build it again: weft aot build --target {manifest['target']} --out {path}"
         if manifest["triton"] != triton.__version__:
             raise BundleError(
-                f"{path} is of Triton {manifest['triton']}, here is {triton.__version__}; {again}"
+                f"{path} was built with Triton {manifest['triton']}, but {triton.__version__} is installed; {again}"
             )
         if manifest["sources"] != sources():
-            raise BundleError(f"{path} is of another Weft ({manifest['weft']}); {again}")
+            raise BundleError(f"{path} was built by another Weft ({manifest['weft']}); {again}")
         return cls(path, manifest)
 
     def find(self, kernel: Any, variant: Variant, target: Any) -> Any:
-        """Triton's compiled kernel, or None if it is not in the bundle."""
+        """Return Triton's compiled kernel, or None if the bundle does not have it."""
         if self.manifest["target"] != name_of(target):
             return None
         entry = self.manifest["kernels"].get(key_of(variant))
@@ -96,7 +97,7 @@ class Bundle:
             return None
         if self.manifest["platform"] != platform_of(target):
             raise BundleError(
-                f"{self.path} was built for another processor or by another compiler than this machine's"
+                f"{self.path} was built for another processor or by another compiler than this machine has"
             )
         with zipfile.ZipFile(self.path) as file:
             files = {name: file.read(name) for name in entry["files"]}
@@ -108,7 +109,7 @@ class Bundle:
 
 
 def _compiled(kernel: Any, variant: Variant, target: Any, files: dict[str, bytes], digest: str) -> Any:
-    """Triton's object for a kernel, made by its own code, which reads files."""
+    """Build Triton's object for a kernel; its constructor reads files."""
     from triton.compiler import CompiledKernel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -124,27 +125,27 @@ _loaded: list[Bundle] = []
 
 
 def load(path: str | os.PathLike[str]) -> Bundle:
-    """Take kernels from a bundle from now on; those that are loaded later are asked first."""
+    """Take kernels from a bundle from now on; bundles loaded later take precedence."""
     bundle = Bundle.open(path)
     _loaded.insert(0, bundle)
     return bundle
 
 
 def unload(bundle: Bundle) -> None:
-    """Take no more kernels from it. Those that were taken stay."""
+    """Stop taking kernels from a bundle. Kernels already taken stay."""
     _loaded.remove(bundle)
 
 
 @functools.cache
 def _load_named() -> None:
-    """Those that the environment names, once."""
+    """Load the bundles that the environment names, once."""
     for path in reversed(os.environ.get(VARIABLE, "").split(os.pathsep)):
         if path:
             load(path)
 
 
 def find(kernel: Any, variant: Variant, target: Any) -> Any:
-    """A compiled kernel from the first bundle that has it, or None."""
+    """Return a compiled kernel from the first bundle that has it, or None."""
     _load_named()
-    found = (bundle.find(kernel, variant, target) for bundle in _loaded)
-    return next((compiled for compiled in found if compiled is not None), None)
+    matches = (bundle.find(kernel, variant, target) for bundle in _loaded)
+    return next((compiled for compiled in matches if compiled is not None), None)

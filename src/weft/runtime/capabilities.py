@@ -1,4 +1,4 @@
-"""What a GPU (or the CPU) can do, as far as the choice of kernels depends on it."""
+"""Capabilities of GPUs (and the CPU) on which the choice of kernels depends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 Fact = int | str | bool | None
-Key = tuple[str, tuple[Fact, ...]]  # the name of a choice, and its facts
+Key = tuple[str, tuple[Fact, ...]]  # name of a choice, and its facts
 
 
 class Tuned:
-    """Choices that are made otherwise on a device: by name and facts, the fields of the config that differ. Part of the
-    `Capabilities` of the device, so that whatever is kept for these is kept for these choices."""
+    """Tuned choices of a device: by name and facts, the config fields that differ. Part of the device's `Capabilities`,
+    so that whatever is cached for those is cached for these choices."""
 
     def __init__(
         self, entries: Mapping[Key, Mapping[str, int]] | None = None, path: Path | None = None
     ) -> None:
         self.entries = dict(entries or {})
-        self.path = path  # of the file that they come from
+        self.path = path  # the file that they come from
 
     def find(self, name: str, facts: tuple[Fact, ...]) -> Mapping[str, int] | None:
         return self.entries.get((name, facts))
@@ -30,17 +30,17 @@ NOTHING_TUNED = Tuned()
 
 @dataclass(frozen=True, eq=False)
 class Capabilities:
-    """Facts about one target, taken from what Triton 3.7 compiles for it. There is one object for devices that are
-    alike: what is kept for a target is found by identity, which costs a launch nothing.
+    """Facts about one target, derived from what Triton 3.7 compiles for it. Equal devices share one object: caches look
+    targets up by identity, which costs a launch nothing.
 
-    - `fp8_cast`: an fp32 number becomes e4m3 or e5m2 in hardware with one rounding to nearest even. Without it
-      (sm_80 has no such type, sm_89 rounds twice, gfx942 emulates it) kernels encode with integer arithmetic:
-      the same bytes.
-    - `fp8_saturates`: that conversion also clamps to the largest number and has one code for NaN.
-    - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions that take these operands.
-    - `descriptors`: tensor descriptors become bulk copies.
-    - `multiprocessors`: how many the device has; for a named target, how many a typical product has.
-    - `tuned`: the launch choices that are made otherwise on this device (`choices.py`).
+    - `fp8_cast`: hardware converts fp32 to e4m3 or e5m2 with one rounding to nearest even. Without it (sm_80 has no
+      such type, sm_89 rounds twice, gfx942 emulates it) kernels encode with integer arithmetic, which gives the same
+      bytes.
+    - `fp8_saturates`: that conversion also clamps to the largest finite value and has one code for NaN.
+    - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions take these operands.
+    - `descriptors`: tensor descriptors compile to bulk copies.
+    - `multiprocessors`: the device's number; for a named target, that of a typical product.
+    - `tuned`: the tuned launch choices of this device (`choices.py`).
     """
 
     target: str
@@ -62,12 +62,12 @@ class Capabilities:
 
     @functools.cached_property
     def untuned(self) -> Capabilities:
-        """The same with all choices as they are shipped."""
+        """These capabilities with the shipped choices."""
         return replace(self, tuned=NOTHING_TUNED)
 
     @staticmethod
     def of(target: str) -> Capabilities:
-        """The capabilities of a named target.
+        """Return the capabilities of a named target.
 
         >>> Capabilities.of("sm_90").fp8_cast, Capabilities.of("sm_89").fp8_cast
         (True, False)
@@ -79,7 +79,7 @@ class Capabilities:
 
 
 def warp_size_of(target: str) -> int:
-    """How many threads a warp has, or a wave on AMD."""
+    """Return the number of threads in a warp, or in a wave on AMD."""
     return 64 if target.startswith("gfx") else 1 if target == "cpu" else 32
 
 
@@ -126,8 +126,8 @@ TABLE = {
         _row("sm_120", **_BLACKWELL, multiprocessors=170, shared_bytes=101_376),
         _row("gfx942", cast=False, multiprocessors=304, shared_bytes=65_536),
         _row("gfx950", cast=True, dot=True, mx=True, multiprocessors=256, shared_bytes=163_840),
-        # Loom: casts are vector code that rounds once, and every dot runs. The number of programs of a launch
-        # must not depend on the number of threads, or sums over programs would.
+        # Loom: casts are vector code that rounds once, and every dot runs. The number of programs of a launch must not
+        # depend on the number of threads, or sums over programs would.
         _row("cpu", **_BLACKWELL | {"descriptors": False}, multiprocessors=16, shared_bytes=1 << 30),
     )
 }

@@ -1,4 +1,4 @@
-"""The catalogue: every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it."""
+"""Catalogue of every op of Weft by name. Tests, benchmarks, audits and the docs iterate over it."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
 """Launch choices as data: how a kernel is cut into programs, chosen by facts of a call and its target.
 
-A *choice* is a function from facts (sizes, names, flags: nothing that is a tensor) and a target to a config, a
-NamedTuple of integers. It is declared with a name, and with the limits of the fields that may be chosen otherwise:
+A *choice* is a function from facts (sizes, names, flags: never tensors) and a target to a config, a NamedTuple of
+integers. It is declared with a name and the limits of its tunable fields:
 
     @choice("norm.rows", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
     def row_config(cols: int, smallest_tile: int, target: Capabilities) -> RowConfig: ...
 
-Three places are asked, in this order, and the answer is kept, so that a call after the first asks none of them:
+Three sources are consulted, in this order, and the answer is cached, so that only the first call consults them:
 
-1. what was tuned for the device (`weft tune`), in a file that is read once, when the device is first used. For those of
-   this machine it is `~/.cache/weft/tuned/DEVICE-TRITON.json`. `WEFT_CHOICES` names another folder; or one file, which
-   then holds for every device of the target that it was made for, also where kernels are compiled ahead of time; or
+1. what was tuned for the device (`weft tune`), in a file that is read once, when the device is first used. The files
+   of this machine's devices are `~/.cache/weft/tuned/DEVICE-TRITON.json`. `WEFT_CHOICES` names another folder; or one
+   file, which then holds for every device of the target it was made for, also in ahead-of-time compilation; or
    nothing, if it is empty;
-2. the rules in `choices.json` beside the module of the function, which are shipped: tables by target;
+2. the shipped rules in `choices.json` beside the module of the function: tables by target;
 3. the function itself, a formula.
 
-No fact of a choice is a number of rows, other than whether there are few: what is compiled must not depend on it, and
-neither may the bits of a row. Nothing is ever tuned inside of a call.
+No fact is a number of rows, except whether there are few: neither the compiled code nor the bits of a row may depend
+on it. Nothing is ever tuned inside a call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .remembered import remembered
 SCHEMA = 1
 VARIABLE = "WEFT_CHOICES"
 RULES = "choices.json"  # beside the module of a choice
-# On a CPU they decide nothing.
+# Ignored on a CPU.
 OF_GPUS = ("num_warps", "num_stages")
 
 P = ParamSpec("P")
@@ -49,14 +49,14 @@ C = TypeVar("C")
 
 
 class TilesError(ValueError):
-    """A file of choices cannot be used, and why."""
+    """Error about a file of choices that cannot be used."""
 
 
 # ---- choices ----------------------------------------------------------------------------------------------
 
 
 class Choice:
-    """A declared choice: its formula, its rules, and which other configs there are near the one that is chosen."""
+    """Declared choice: its formula, its rules and the configs near the chosen one."""
 
     def __init__(self, name: str, function: Callable[..., Any], limits: dict[str, tuple[int, int]]) -> None:
         self.name, self.function, self.limits = name, function, limits
@@ -65,77 +65,75 @@ class Choice:
 
     @functools.cached_property
     def rules(self) -> list[_Rule]:
-        """Those that are shipped, the first that fits a call first."""
+        """The shipped rules; the first that matches a call wins."""
         path = Path(inspect.getfile(self.function)).with_name(RULES)
         tables = _table(path) if path.exists() else {}
         return _rules(self, tables[self.name], path) if self.name in tables else []
 
-    def choose(self, *given: Any) -> Any:
-        """The config for these facts and this target."""
-        *facts, target = given
+    def choose(self, *facts_and_target: Any) -> Any:
+        """Return the config for these facts and this target."""
+        *facts, target = facts_and_target
         return self.with_fields(
             self.default(tuple(facts), target), target.tuned.find(self.name, tuple(facts)) or {}
         )
 
     def default(self, facts: tuple[Fact, ...], target: Capabilities) -> Any:
-        """What is chosen where nothing is tuned."""
+        """Return the config that is chosen if nothing is tuned."""
         for rule in self.rules:
-            found = rule.find(facts, target.target)
-            if found is not None:
-                return found
+            config = rule.find(facts, target.target)
+            if config is not None:
+                return config
         return self.function(*facts, target)
 
     def with_fields(self, config: Any, fields: Mapping[str, int]) -> Any:
         return config._replace(**fields) if fields else config
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise if these are no fields that may be chosen, or are beyond their limits."""
+        """Raise if a field cannot be tuned or its value is beyond its limits."""
         for field, value in fields.items():
             if field not in self.limits:
                 raise TilesError(f"{self.name} has no field {field!r}; there are {', '.join(self.limits)}")
-            least, most = self.limits[field]
-            whole = type(value) is int and least <= value <= most
-            if not whole or (field != "num_stages" and value & (value - 1)):
+            low, high = self.limits[field]
+            in_range = type(value) is int and low <= value <= high
+            if not in_range or (field != "num_stages" and value & (value - 1)):
                 kind = "an integer" if field == "num_stages" else "a power of two"
-                raise TilesError(
-                    f"{field} of {self.name} must be {kind} from {least} to {most}, not {value!r}"
-                )
+                raise TilesError(f"{field} of {self.name} must be {kind} from {low} to {high}, not {value!r}")
 
     def near(self, config: Any, target: Capabilities) -> Iterator[Any]:
-        """The configs with one field halved or doubled, or with a stage more or less."""
-        for field, (least, most) in self.limits.items():
+        """Yield the configs with one field halved or doubled, or with one stage more or less."""
+        for field, (low, high) in self.limits.items():
             if target.is_cpu and field in OF_GPUS:
                 continue
             value = getattr(config, field)
             steps = (value - 1, value + 1) if field == "num_stages" else (value // 2, value * 2)
-            for other in steps:
-                if least <= other <= most:
-                    yield config._replace(**{field: other})
+            for neighbor in steps:
+                if low <= neighbor <= high:
+                    yield config._replace(**{field: neighbor})
 
     def fields_of(self, config: Any) -> dict[str, int]:
-        """The fields of a config that may be chosen."""
+        """Return the tunable fields of a config."""
         return {field: getattr(config, field) for field in self.limits}
 
     def key(self, facts: Mapping[str, Any]) -> Key:
-        """The key of facts by name."""
+        """Return the key of facts given by name."""
         if set(facts) != set(self.facts):
             raise TilesError(f"the facts of {self.name} are {', '.join(self.facts)}, not {', '.join(facts)}")
         return self.name, tuple(facts[fact] for fact in self.facts)
 
 
-choices: dict[str, Choice] = {}  # all that are declared, by name
+choices: dict[str, Choice] = {}  # all declared choices, by name
 
 
 def choice(name: str, **limits: tuple[int, int]) -> Callable[[Callable[P, C]], Callable[P, C]]:
-    """Declare a choice. The function is called with positional arguments: facts, and last the target."""
+    """Declare a choice. The function is called with positional arguments: the facts, then the target."""
 
     def declare(function: Callable[P, C]) -> Callable[P, C]:
         if name in choices:
-            raise ValueError(f"there are two choices {name!r}")
-        made = choices[name] = Choice(name, function, limits)
-        kept: Any = remembered(made.choose)
-        functools.update_wrapper(kept, function)
-        return cast("Callable[P, C]", kept)
+            raise ValueError(f"choice {name!r} is declared twice")
+        declared = choices[name] = Choice(name, function, limits)
+        cached: Any = remembered(declared.choose)
+        functools.update_wrapper(cached, function)
+        return cast("Callable[P, C]", cached)
 
     return declare
 
@@ -144,13 +142,13 @@ def choice(name: str, **limits: tuple[int, int]) -> Callable[[Callable[P, C]], C
 
 
 class _Rule:
-    """Configs by target, for calls whose facts fit: equal to a value, one of a list, or `{"most": number}`."""
+    """Configs by target, for calls whose facts match: equal to a value, one of a list, or `{"most": number}`."""
 
     def __init__(self, when: dict[int, Any], targets: dict[str, Any]) -> None:
         self.when, self.targets = when, targets
 
     def find(self, facts: tuple[Fact, ...], target: str) -> Any:
-        if all(_fits(facts[place], wanted) for place, wanted in self.when.items()):
+        if all(_fits(facts[position], wanted) for position, wanted in self.when.items()):
             return self.targets.get(target) or self.targets.get("")
         return None
 
@@ -163,16 +161,16 @@ def _fits(fact: Any, wanted: Any) -> bool:
 
 @functools.cache
 def _table(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
 
 
 def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
-    """The rules of a choice, checked: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. All other
-    targets are the target ""."""
+    """Parse and check the rules of a choice: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. The
+    target "" stands for all other targets."""
     make: Any = inspect.get_annotations(of.function, eval_str=True)["return"]
     try:
-        found = []
+        rules = []
         for rule in table["rules"]:
             unknown = set(rule["when"]) - set(of.facts)
             if unknown:
@@ -184,10 +182,10 @@ def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
                 fields = dict(zip(table["config"], numbers, strict=True))
                 of.check(fields)
                 configs[target] = make(**fields)
-            found.append(
+            rules.append(
                 _Rule({of.facts.index(name): wanted for name, wanted in rule["when"].items()}, configs)
             )
-        return found
+        return rules
     except (KeyError, TypeError, ValueError) as error:
         raise TilesError(f"{path}: {error}") from error
 
@@ -196,32 +194,34 @@ def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
 
 
 def folder() -> Path | None:
-    """Where files of devices lie; None if `WEFT_CHOICES` is empty or names one file."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
+    """Return the folder of the devices' files; None if `WEFT_CHOICES` is empty or names one file."""
+    override = os.environ.get(VARIABLE)
+    if override is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(cache, "weft", "tuned")
-    return Path(named) if named and not Path(named).is_file() and Path(named).suffix != ".json" else None
+    return (
+        Path(override)
+        if override and not Path(override).is_file() and Path(override).suffix != ".json"
+        else None
+    )
 
 
 def path_for(device: str) -> Path:
-    """The file of a device by its name: that of `WEFT_CHOICES`, or one in the folder."""
+    """Return the file of a device by its name: the one `WEFT_CHOICES` names, or one in the folder."""
     import triton
 
-    within = folder()
-    if within is None:
-        named = os.environ[VARIABLE]
-        if not named:
-            raise TilesError(
-                f"{VARIABLE} is empty, which means that nothing is tuned: unset it, or name a folder"
-            )
-        return Path(named)
-    return within / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device).strip('-')}-{triton.__version__}.json"
+    directory = folder()
+    if directory is None:
+        override = os.environ[VARIABLE]
+        if not override:
+            raise TilesError(f"{VARIABLE} is empty, which disables tuning: unset it, or name a folder")
+        return Path(override)
+    return directory / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device).strip('-')}-{triton.__version__}.json"
 
 
 @functools.cache
 def tuned_for(target: str, device: str = "") -> Tuned:
-    """What was tuned for a device of this machine by its name, or for a target. A file that cannot be used is ignored,
+    """Return what was tuned for a named device of this machine, or for a target. A file that cannot be used is ignored,
     with one warning."""
     if os.environ.get(VARIABLE) == "" or (folder() is not None and not device):
         return NOTHING_TUNED
@@ -229,7 +229,7 @@ def tuned_for(target: str, device: str = "") -> Tuned:
     if not path.exists():
         if VARIABLE in os.environ and not Path(os.environ[VARIABLE]).exists():
             warnings.warn(
-                f"{VARIABLE}={os.environ[VARIABLE]} names no file and no folder, so that nothing is tuned; `weft tune` "
+                f"{VARIABLE}={os.environ[VARIABLE]} is neither a file nor a folder, so nothing is tuned; `weft tune` "
                 "writes it",
                 stacklevel=2,
             )
@@ -237,7 +237,7 @@ def tuned_for(target: str, device: str = "") -> Tuned:
     try:
         header, entries = read(path)
     except TilesError as error:
-        warnings.warn(f"{error}. The file is ignored: run `weft tune` again, or remove it", stacklevel=2)
+        warnings.warn(f"{error}. The file is ignored: run `weft tune` again or remove it", stacklevel=2)
         return NOTHING_TUNED
     if header["target"] != target:
         return NOTHING_TUNED
@@ -245,7 +245,7 @@ def tuned_for(target: str, device: str = "") -> Tuned:
 
 
 def header_for(target: str, device: str) -> dict[str, Any]:
-    """What a file says of itself: that of another Weft or Triton is not used, since its kernels are others."""
+    """Return the header of a file. One from another Weft or Triton is not used, since its kernels differ."""
     import triton
 
     return {
@@ -259,25 +259,25 @@ def header_for(target: str, device: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Key, dict[str, Any]]]:
-    """(header, entries) of a file, each entry with its `config`. Raises TilesError if it cannot be used here."""
+    """Return (header, entries) of a file, each entry with its `config`; raise TilesError if it cannot be used here."""
     try:
         content = json.loads(path.read_text())
         header = header_for(content["target"], content["device"])
         lists = content["choices"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TilesError(f"{path} is no file of `weft tune`: {type(error).__name__}: {error}") from error
-    what = {"file": "kind", "schema": "format", "triton": "Triton", "sources": "Weft"}
-    for field, word in what.items():
+        raise TilesError(f"{path} is not a file of `weft tune`: {type(error).__name__}: {error}") from error
+    identity = {"file": "kind", "schema": "format", "triton": "Triton", "sources": "Weft"}
+    for field, word in identity.items():
         if content.get(field) != header[field]:
             raise TilesError(
                 f"{path} was made by or for another {word}: {content.get(field)}, not {header[field]}"
             )
     entries: dict[Key, dict[str, Any]] = {}
     try:
-        for name, found in lists:
+        for name, listed in lists:
             if name not in choices:
                 raise TilesError(f"there is no choice {name!r}")
-            for entry in found:
+            for entry in listed:
                 choices[name].check(entry["config"])
                 entries[choices[name].key(entry["facts"])] = entry
     except (KeyError, TypeError, TilesError) as error:
@@ -286,10 +286,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[Key, dict[str, Any]]]:
 
 
 def write(path: Path, target: str, device: str, entries: Mapping[Key, Mapping[str, Any] | None]) -> None:
-    """Add entries to a file, or with None remove them; those that it has for other choices stay, unless they are of
-    another Weft or Triton. Whoever reads meanwhile sees the old file or the new one; writers wait for each other."""
+    """Add entries to a file, or remove them if None. Its entries for other choices stay, unless they are from another
+    Weft or Triton. Concurrent readers see the old file or the new one; writers wait for each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
+    with _locked(path):
         header = header_for(target, device)
         merged: dict[Key, dict[str, Any]] = {}
         if path.exists():
@@ -314,8 +314,8 @@ def write(path: Path, target: str, device: str, entries: Mapping[Key, Mapping[st
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """No other process is in here for the same file."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock, which excludes other processes."""
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -10,7 +10,7 @@ OFF = ("", "0", "false", "no", "off")
 
 
 def is_on(variable: str) -> bool:
-    """Return whether a variable is set, and not to one of the words for "off".
+    """Return whether a variable is set to anything but a word for "off".
 
     >>> import os
     >>> os.environ["WEFT_EXAMPLE"] = "yes"

@@ -1,8 +1,8 @@
-"""The arguments and outputs of an op are NamedTuples: what `torch.library` has to know about them.
+"""Flat forms of the NamedTuples that hold an op's arguments and outputs, as `torch.library` needs them.
 
 A dispatcher takes flat lists. The leaves of a NamedTuple are its members, and the leaves of members that are
-NamedTuples themselves: `a.to.format` is the leaf `to_format`. The functions that convert between both forms are
-generated code, as in NamedTuples, since they run in every call.
+NamedTuples themselves: `a.to.format` is the leaf `to_format`. The conversions between both forms are generated code, as
+in NamedTuples, since they run on every call.
 
     class To(NamedTuple):
         format: str | None
@@ -15,7 +15,7 @@ generated code, as in NamedTuples, since they run in every call.
     Fields(Args).schema                             "Tensor x, str? to_format, bool to_columnwise"
     Fields(Args).build(x, "1x128", True)            Args(x, To("1x128", True))
 
-A NamedTuple of gradients is generic in `G`: `NormGradients` has tensors that may be None, and `NormGradients[bool]`
+A NamedTuple of gradients is generic in `G`: `NormGradients` holds tensors that may be None, and `NormGradients[bool]`
 says which of them are wanted.
 """
 
@@ -31,15 +31,15 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 T = TypeVar("T")
-# What stands for each gradient: the gradient, or in `NormGradients[bool]` whether it is wanted.
+# A gradient, or in `NormGradients[bool]` whether it is wanted.
 G = TypeVar("G", default=Tensor | None)
-# Which outputs of an op are not None: a boolean for each, nested as the outputs are.
+# Whether each output of an op is present (not None), nested as the outputs are.
 Present = tuple["bool | Present", ...]
 
-# The annotation of a list of tensors that an op writes to.
+# Annotation of a list of tensors that an op writes to.
 Written = Annotated[list[Tensor], "written"]
-# The annotations of a tensor and of a string that may be None. Type checkers see `Tensor` and `str`: whoever reads such
-# a member knows that it is there, as the codes of an operand are once the operand is known to be quantized.
+# Annotations of a tensor and of a string that may be None. Type checkers see `Tensor` and `str`: code that reads such a
+# member knows that it is there, as the codes of an operand are once the operand is known to be quantized.
 Maybe = Annotated[Tensor, "may be None"]
 MaybeStr = Annotated[str, "may be None"]
 
@@ -60,7 +60,7 @@ _SCHEMA: dict[Any, str] = {
 
 
 class Leaf(NamedTuple):
-    """One value of a flat list."""
+    """Value in a flat list."""
 
     name: str
     schema: str  # its type as a schema spells it
@@ -68,7 +68,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor, or a list of tensors."""
+        """True if the leaf is a tensor or a list of tensors."""
         return self.schema.startswith("Tensor")
 
     @property
@@ -77,11 +77,11 @@ class Leaf(NamedTuple):
 
 
 class Fields(Generic[T]):
-    """How a NamedTuple class is converted to flat lists and back.
+    """Conversions of a NamedTuple class to flat lists and back.
 
-    - `flatten(a)`: its leaves as a tuple; `build(*leaves)`: the way back.
+    - `flatten(a)`: its leaves as a tuple; `build(*leaves)` is the inverse.
     - `tensors(a)`: the leaves that are tensors, lists of tensors, or None for an absent one; `others(a)`: the rest.
-    - `join(tensors, others)`: the way back from these two.
+    - `join(tensors, others)`: the inverse of these two.
     """
 
     def __init__(self, cls: type[T]) -> None:
@@ -89,27 +89,28 @@ class Fields(Generic[T]):
         self.leaves = tuple(_leaves_of(cls, ""))
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) < len(names):
-            raise TypeError(f"{cls.__name__} has two leaves of one name: {', '.join(names)}")
+            raise TypeError(f"{cls.__name__} has two leaves with the same name: {', '.join(names)}")
         self.names = tuple(names)
         self.tensor_names = tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
         self.tensor_name_set = frozenset(self.tensor_names)
         self.schema = ", ".join(f"{_aliased(leaf)} {leaf.name}" for leaf in self.leaves)
         others = [name for name in names if name not in self.tensor_name_set]
-        places = {name: f"t[{i}]" for i, name in enumerate(self.tensor_names)}
-        places |= {name: f"o[{i}]" for i, name in enumerate(others)}
-        known: dict[str, type] = {}
-        # To unpack a NamedTuple takes less time than to look at its members one by one.
+        expressions = {name: f"t[{i}]" for i, name in enumerate(self.tensor_names)}
+        expressions |= {name: f"o[{i}]" for i, name in enumerate(others)}
+        namespace: dict[str, type] = {}
+        # Unpacking a NamedTuple is faster than reading its members one by one.
         unpack = f"(a): {_unpacked(cls, '')} = a; return "
-        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(names), known)
+        self.flatten: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(names), namespace)
         self.tensors: Callable[[T], tuple[Any, ...]] = _generated(
-            unpack + _tuple_of(self.tensor_names), known
+            unpack + _tuple_of(self.tensor_names), namespace
         )
-        self.others: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(others), known)
+        self.others: Callable[[T], tuple[Any, ...]] = _generated(unpack + _tuple_of(others), namespace)
         self.build: Callable[..., T] = _generated(
-            f"({', '.join(names)}): return {_built(cls, '', {name: name for name in names}, known)}", known
+            f"({', '.join(names)}): return {_built(cls, '', {name: name for name in names}, namespace)}",
+            namespace,
         )
         self.join: Callable[[Any, Any], T] = _generated(
-            f"(t, o): return {_built(cls, '', places, known)}", known
+            f"(t, o): return {_built(cls, '', expressions, namespace)}", namespace
         )
 
     @staticmethod
@@ -118,11 +119,11 @@ class Fields(Generic[T]):
         return Fields(cls)  # type: ignore[arg-type]
 
     def from_present(self, present: Present | None, values: Iterable[Any]) -> T:
-        """The NamedTuple with `values` for the leaves that are `present`, and None for the others."""
+        """Return the NamedTuple with `values` for the leaves that are `present`, and None for the others."""
         if present is None:
             return self.build(*values)
-        rest = iter(values)
-        return self.build(*(next(rest) if there else None for there in self.flatten(present)))  # type: ignore[arg-type]
+        remaining = iter(values)
+        return self.build(*(next(remaining) if is_present else None for is_present in self.flatten(present)))  # type: ignore[arg-type]
 
 
 def _is_namedtuple(kind: Any) -> bool:
@@ -132,12 +133,13 @@ def _is_namedtuple(kind: Any) -> bool:
 
 @functools.cache
 def _members(cls: Any) -> tuple[tuple[str, Any], ...]:
-    """Names and types of a NamedTuple's members. Types are strings until they are asked for, which takes time."""
+    """Return names and types of a NamedTuple's members. Resolving the types from strings takes time, hence the
+    cache."""
     origin = get_origin(cls) or cls
     parameters = getattr(origin, "__parameters__", ())
-    given = dict(zip(parameters, get_args(cls) or (each.__default__ for each in parameters), strict=True))
+    arguments = dict(zip(parameters, get_args(cls) or (each.__default__ for each in parameters), strict=True))
     hints = get_type_hints(origin, include_extras=True)
-    return tuple((name, given.get(kind, kind)) for name, kind in hints.items())
+    return tuple((name, arguments.get(kind, kind)) for name, kind in hints.items())
 
 
 def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
@@ -151,13 +153,13 @@ def _leaves_of(cls: Any, prefix: str) -> Iterable[Leaf]:
 
 
 def _spelled(cls: type, name: str, kind: Any) -> str:
-    """The type of a member as a schema spells it."""
+    """Return the type of a member as a schema spells it."""
     optional = isinstance(kind, types.UnionType) and type(None) in get_args(kind)
     if optional:
         kind, *more = (k for k in get_args(kind) if k is not type(None))
         kind = object if more else kind
     if kind not in _SCHEMA:
-        raise TypeError(f"{cls.__name__}.{name}: an op has no argument or output of the type {kind}")
+        raise TypeError(f"{cls.__name__}.{name}: an op cannot have an argument or output of type {kind}")
     return _SCHEMA[kind] + "?" * optional
 
 
@@ -169,26 +171,28 @@ def _tuple_of(expressions: Iterable[str]) -> str:
     return "(" + "".join(f"{expression}, " for expression in expressions) + ")"
 
 
-def _built(cls: Any, prefix: str, leaves: dict[str, str], known: dict[str, type]) -> str:
-    """Source code that builds a `cls` from the source code of its leaves."""
+def _built(cls: Any, prefix: str, leaves: dict[str, str], namespace: dict[str, type]) -> str:
+    """Return source code that builds a `cls` from the source code of its leaves."""
     members = []
     for name, kind in _members(cls):
         nested = _is_namedtuple(kind)
-        members.append(_built(kind, f"{prefix}{name}_", leaves, known) if nested else leaves[prefix + name])
+        members.append(
+            _built(kind, f"{prefix}{name}_", leaves, namespace) if nested else leaves[prefix + name]
+        )
     name = f"_{prefix}class"
-    known[name] = get_origin(cls) or cls
+    namespace[name] = get_origin(cls) or cls
     return f"{name}({', '.join(members)})"
 
 
 def _unpacked(cls: Any, prefix: str) -> str:
-    """The variables of the leaves as nested tuples, to take a `cls` apart."""
+    """Return the leaves' variables as nested tuples, to unpack a `cls`."""
     return _tuple_of(
         _unpacked(kind, f"{prefix}{name}_") if _is_namedtuple(kind) else prefix + name
         for name, kind in _members(cls)
     )
 
 
-def _generated(source: str, known: dict[str, type]) -> Any:
-    """The function with these parameters and this body. torch.compile can trace it like other code of this file."""
-    exec(compile(f"def function{source}", __file__, "exec"), known)
-    return known.pop("function")
+def _generated(source: str, namespace: dict[str, type]) -> Any:
+    """Compile a function of these parameters and body. torch.compile can trace it like other code of this file."""
+    exec(compile(f"def function{source}", __file__, "exec"), namespace)
+    return namespace.pop("function")

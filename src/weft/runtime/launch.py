@@ -1,9 +1,8 @@
-"""Launching kernels: a variant is compiled once and then found again by a short key.
+"""Kernel launches: a variant is compiled once and then looked up by a short key.
 
 A kernel's code depends on its constants, its launch configuration, the dtypes of its arguments, whether every
-pointer is a multiple of 16 bytes, and whether integers have 32 bits or 64. Nothing else is in the key: no size, no
-stride. Where a kernel wants to know that a size is a multiple of 16, that is a constant of its own, chosen by
-the op.
+pointer is a multiple of 16 bytes, and whether integers have 32 or 64 bits. The key holds nothing else: no size, no
+stride. A kernel that needs to know that a size is a multiple of 16 has a constant for it, chosen by the op.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .environment import is_on
 from .notice import NOTICE
 from .variant import Variant, build
 
-# fp8 tensors are bytes to a kernel: on sm_80 the type does not exist, not even behind a pointer.
+# Kernels see fp8 tensors as bytes: sm_80 does not have the type, not even behind a pointer.
 _POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -43,13 +42,13 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 
-# Integers below it are 32 bits wide in a kernel. The sum of two of them, or of one and a tile (as when a loop counter
+# Smaller integers are 32 bits wide in a kernel. The sum of two of them, or of one and a tile (as when a loop counter
 # takes its last step), then fits 32 bits too. Products of sizes are computed in 64 bits everywhere.
 WIDE = 2**30
 
 
 class Kernel:
-    """A `@triton.jit` function as ops use it: `@kernel`, then `Launch(kernel, constants…)`."""
+    """`@triton.jit` function as ops use it: `@kernel`, then `Launch(kernel, constants…)`."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn  # Triton's JITFunction
@@ -62,28 +61,28 @@ class Kernel:
 
     @functools.cached_property
     def arguments(self) -> Callable[..., Flat]:
-        """A function from the arguments by name, structs among them, to the pointers, integers and floats of a launch:
+        """Function from the arguments by name, including structs, to the pointers, integers and floats of a launch:
         `launch(grid, *kernel.arguments(x=..., count=...))`."""
         return self.layout.maker("arguments", Tensor, int, float)
 
     @functools.cached_property
     def integers(self) -> Callable[..., tuple[int, ...]]:
-        """The same for the integers alone, which `Launch.bind` takes."""
+        """Function from the integers alone, by name, to the tuple that `Launch.bind` takes."""
         return self.layout.maker("integers", int)
 
     @functools.cached_property
     def tensors(self) -> Callable[..., tuple[tuple[Tensor | None, ...], tuple[float, ...]]]:
-        """The same for a bound launch, which has its integers: `bound(*kernel.tensors(x_ptr=...))`."""
+        """Function from tensors and floats to the arguments of a bound launch: `bound(*kernel.tensors(x_ptr=...))`."""
         return self.layout.maker("tensors", Tensor, float)
 
     @functools.cached_property
     def layout(self) -> Parameters:
-        """The parameters without the constants, their annotations looked up in the module of the kernel."""
+        """Parameters other than constants, with annotations resolved in the kernel's module."""
         hints = get_type_hints(self.fn.fn)
         return Parameters(self.name, {p: hints.get(p) for p in self.parameters if p not in self.constants})
 
     def compiled(self, variant: Variant, driver: Any, index: int | None) -> Any:
-        """The binary for a device of this driver, loaded on it."""
+        """Return the binary for a device of this driver, loaded on it."""
         with _on_device(index):
             return self._compiled(variant, driver, index)
 
@@ -104,10 +103,11 @@ class Kernel:
             return self.variants[key]
 
     def _missing(self, variant: Variant, target: Any, index: int | None) -> str:
-        """Return the error where nothing may be compiled: which kernel is missing, and the command that builds it."""
+        """Return the error for a kernel that may not be compiled: which one is missing, and the command that builds
+        it."""
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
         tuned = capabilities_of(device).tuned.path
-        tiles = "" if tuned is None else f"{VARIABLE}={tuned} "  # what was tuned decides what is launched
+        tiles = "" if tuned is None else f"{VARIABLE}={tuned} "  # tuned choices decide what is launched
         dtypes = dict.fromkeys(
             leaf.kind.lstrip("*") for leaf in variant.leaves() if leaf.kind.startswith("*")
         )
@@ -124,27 +124,27 @@ class Kernel:
         )
 
     def _ops(self) -> list[str]:
-        """Return the ops of the family that the kernel belongs to; none for a kernel that families share."""
+        """Return the ops of the kernel's family; none for a kernel that families share."""
         folders = self.module.split(".")
         family = ".".join(folders[:3]) if folders[:2] == ["weft", "ops"] else self.module
         return [name for name, op in catalogue.items() if f"{op.launch.__module__}.".startswith(f"{family}.")]
 
 
 def _on_device(index: int | None) -> Any:
-    """A context in which the GPU with this index is the current device; the CPU has no index."""
+    """Return a context in which the GPU with this index is the current device; the CPU has no index."""
     return nullcontext() if index is None else torch.cuda.device(index)
 
 
 def kernel(fn: Any) -> Any:
-    """Decorates a Triton kernel: `@kernel` in place of `@triton.jit`."""
-    triton = language.triton  # which finds out whether Triton can be imported
+    """Decorate a Triton kernel: `@kernel` replaces `@triton.jit`."""
+    triton = language.triton  # determines whether Triton can be imported
     return Kernel(triton.jit(fn)) if language.TRITON else fn
 
 
 @functools.cache
 def _reader(count: int) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], int]]:
-    """A function of `count` tensors (or None) that returns their dtypes, their addresses, and the bits that are set in
-    any address. It is generated without a loop, since it runs in every launch."""
+    """Return a function of `count` tensors (or None) that returns their dtypes, their addresses, and the bits set in
+    any address. It is generated without a loop, since it runs on every launch."""
     numbers = range(count)
     lines = [f"def read({', '.join(f't{i}' for i in numbers)}):"]
     lines.append(f"    {''.join(f'd{i} = a{i} = ' for i in numbers)}None; bits = 0")
@@ -157,14 +157,14 @@ def _reader(count: int) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...],
 
 
 class Launch:
-    """A kernel with its constants and its launch configuration chosen. Calling it launches.
+    """Kernel with its constants and launch configuration chosen. Calling it launches.
 
-    `Launch.of` returns the same object for the same constants, so that a call does not have to look at them all.
-    A kernel's constants are its last parameters. The others are passed as pointers, integers and floats, in this order;
-    `kernel.arguments(...)` puts them into it, which is simplest where there are structs.
+    `Launch.of` returns the same object for the same constants, so that a call does not have to inspect them all. A
+    kernel's constants are its last parameters. The others are passed as pointers, integers and floats, in this order;
+    `kernel.arguments(...)` sorts them, which is simplest with structs.
     """
 
-    __slots__ = ("_known", "constants", "kernel", "num_stages", "num_warps", "read")
+    __slots__ = ("_cache", "constants", "kernel", "num_stages", "num_warps", "read")
 
     def __init__(self, kernel: Any, *, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
         if set(constants) != kernel.constants:
@@ -173,7 +173,7 @@ class Launch:
         self.kernel, self.num_warps, self.num_stages = kernel, num_warps, num_stages
         self.constants = constants
         self.read = _reader(sum(leaf.kind is Tensor for leaf in kernel.layout.leaves))
-        self._known: dict[Any, _Prepared] = {}
+        self._cache: dict[Any, _Prepared] = {}
 
     @staticmethod
     @functools.cache
@@ -181,8 +181,8 @@ class Launch:
         return Launch(kernel, num_warps=num_warps, num_stages=num_stages, **constants)
 
     def bind(self, grid: tuple[int, int, int], **integers: Any) -> BoundLaunch:
-        """The launch with its grid and its integers, by name. Of a struct, its integers are given: as a tuple of them,
-        or as the one member that has them."""
+        """Bind the grid and the integers, by name. A struct is passed as a tuple of its integers, or as its one member
+        that has them."""
         return BoundLaunch(self, grid, self.kernel.integers(**integers))
 
     def __call__(
@@ -195,30 +195,30 @@ class Launch:
         reached: Sequence[Tensor] = (),
     ) -> None:
         """Launch `grid` programs. A pointer that is None is a constant of the compiled code; the first pointer is never
-        None. `reached` are tensors whose addresses the kernel reads from memory: a sanitizer has to know them."""
+        None. `reached` are tensors whose addresses the kernel reads from memory, which a sanitizer must know."""
         if _observer is not None and not _observer(self, grid, pointers, integers, floats):
             return
         wide = max(integers) >= WIDE
         dtypes, addresses, low_bits = self.read(*pointers)
         driver, index = language.driver.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, wide, dtypes)
-        found = self._known.get(identity)
-        if found is None:
-            found = self.prepare(identity, pointers, len(integers))
-        if found.whole:
+        prepared = self._cache.get(identity)
+        if prepared is None:
+            prepared = self.prepare(identity, pointers, len(integers))
+        if prepared.takes_tensors:
             addresses = pointers
             if reached:
-                found = found._replace(run=found.run.reaching(reached))
-        _start(found, driver, index, grid, (*addresses, *integers, *floats))
+                prepared = prepared._replace(run=prepared.run.reaching(reached))
+        _start(prepared, driver, index, grid, (*addresses, *integers, *floats))
 
     def variant(self, pointers: tuple[Tensor | None, ...], wide: bool, integers: int) -> Variant:
-        """What is compiled for these arguments. All integers have 64 bits if `wide`, else 32."""
+        """Return the variant to compile for these arguments. All integers have 64 bits if `wide`, else 32."""
         kinds = ["constexpr" if tensor is None else _POINTERS[tensor.dtype] for tensor in pointers]
         kinds += ["i64" if wide else "i32"] * integers
         layout = self.kernel.layout
         floats = len(layout.leaves) - len(kinds)
         if floats < 0:
-            raise TypeError(f"{self.kernel.name} takes {-floats} arguments less than it was launched with")
+            raise TypeError(f"{self.kernel.name} takes {-floats} fewer arguments than it was launched with")
         kinds += ["fp32"] * floats
         leaves = {leaf.name: kind for leaf, kind in zip(layout.leaves, kinds, strict=True)}
         absent = {name: None for name, kind in leaves.items() if kind == "constexpr"}
@@ -235,43 +235,49 @@ class Launch:
         )
 
     def prepare(self, identity: Any, pointers: tuple[Tensor | None, ...], integers: int) -> _Prepared:
-        """The compiled kernel of a call with such arguments, loaded; it is known from then on. `identity` is all that
-        decides which one it is: driver, index of the device, whether pointers are aligned and integers wide, dtypes."""
-        found = self._known.get(identity)
-        if found is None:
+        """Return the compiled kernel for a call with such arguments, loaded and cached. `identity` is all that selects
+        it: driver, device index, whether pointers are aligned and integers wide, dtypes."""
+        prepared = self._cache.get(identity)
+        if prepared is None:
             driver, index, _, wide, _ = identity
             compiled = self.kernel.compiled(self.variant(pointers, wide, integers), driver, index)
             run = compiled.run
             if index is not None and getattr(compiled.metadata, "global_scratch_size", 0) > 0:
                 run = _with_scratch(run, index)
-            # Loom's sanitizer and counters want to know the tensors; other launchers are faster with addresses.
-            whole = getattr(run, "takes_tensors", False)
+            # Loom's sanitizer and counters need the tensors; other launchers are faster with addresses.
+            takes_tensors = getattr(run, "takes_tensors", False)
             nested = run if self.kernel.layout.is_flat else self.kernel.layout.nesting(run)
             constants = tuple(
                 self.constants[name] for name in self.kernel.parameters if name in self.constants
             )
-            found = _Prepared(
-                self.kernel.name, nested, run, compiled.function, compiled.packed_metadata, constants, whole
+            prepared = _Prepared(
+                self.kernel.name,
+                nested,
+                run,
+                compiled.function,
+                compiled.packed_metadata,
+                constants,
+                takes_tensors,
             )
-            self._known[identity] = found
-        return found
+            self._cache[identity] = prepared
+        return prepared
 
 
 class BoundLaunch:
-    """A launch whose grid and integers are chosen as well: what is left of a call are its tensors and its floats.
+    """Launch whose grid and integers are bound as well: a call passes only its tensors and floats.
 
-    An op that keeps one for each layout of its arguments does not look at their sizes and strides again.
+    An op that caches one per layout of its arguments does not inspect their sizes and strides again.
     """
 
-    __slots__ = ("_known", "_rest", "_wide", "grid", "integers", "launch")
+    __slots__ = ("_cache", "_rest", "_wide", "grid", "integers", "launch")
 
     def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
         self.launch, self.grid, self.integers = launch, grid, integers
-        # One comparison with a constant each: where sizes are symbols, comparing them with each other would part cases.
+        # Compare each with a constant: comparing symbolic sizes with each other would split cases.
         self._wide = any(integer >= WIDE for integer in integers)
-        # Where there are structs, the integers are bound into the launcher.
+        # With structs, the integers are bound into the launcher.
         self._rest = integers if launch.kernel.layout.is_flat else ()
-        self._known: dict[Any, _Prepared] = {}
+        self._cache: dict[Any, _Prepared] = {}
 
     def __call__(self, pointers: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         if _observer is not None and not _observer(self.launch, self.grid, pointers, self.integers, floats):
@@ -279,27 +285,33 @@ class BoundLaunch:
         dtypes, addresses, low_bits = self.launch.read(*pointers)
         driver, index = language.driver.active, pointers[0].device.index  # type: ignore[union-attr]
         identity = (driver, index, low_bits % 16 == 0, self._wide, dtypes)
-        found = self._known.get(identity)
-        if found is None:
-            found = self.launch.prepare(identity, pointers, len(self.integers))
+        prepared = self._cache.get(identity)
+        if prepared is None:
+            prepared = self.launch.prepare(identity, pointers, len(self.integers))
             if not self._rest:
-                found = found._replace(run=self.launch.kernel.layout.binder(found.nested_run, *self.integers))
-            self._known[identity] = found
+                prepared = prepared._replace(
+                    run=self.launch.kernel.layout.binder(prepared.nested_run, *self.integers)
+                )
+            self._cache[identity] = prepared
         _start(
-            found, driver, index, self.grid, (*(pointers if found.whole else addresses), *self._rest, *floats)
+            prepared,
+            driver,
+            index,
+            self.grid,
+            (*(pointers if prepared.takes_tensors else addresses), *self._rest, *floats),
         )
 
 
 class _Prepared(NamedTuple):
-    """A compiled kernel, ready to be launched."""
+    """Compiled kernel, ready to be launched."""
 
     name: str
-    run: Any  # the launcher, which takes its arguments flat
-    nested_run: Any  # Triton's own, which takes structs as tuples
+    run: Any  # the launcher, which takes flat arguments
+    nested_run: Any  # Triton's own launcher, which takes structs as tuples
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
-    whole: bool  # tensors are given to it, not their addresses
+    takes_tensors: bool  # rather than their addresses
 
 
 def _start(
@@ -319,12 +331,12 @@ def _start(
 
 
 def _with_scratch(run: Any, index: int) -> Any:
-    """A launcher for a kernel that keeps tensor descriptors in global memory. Triton asks an allocator for that memory,
-    which is set only during the call."""
+    """Wrap a launcher for a kernel that keeps tensor descriptors in global memory. Triton requests that memory from an
+    allocator, which is set only during the call."""
     from triton.runtime._allocation import _allocator
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        # PyTorch's blocks are aligned to 512 bytes. Once freed, they are used again only by later work on the stream.
+        # PyTorch's blocks are aligned to 512 bytes. Once freed, only later work on the stream reuses them.
         return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
 
     def launch(*args: Any) -> None:
@@ -337,9 +349,9 @@ def _with_scratch(run: Any, index: int) -> Any:
     return launch
 
 
-# ---- seeing launches ------------------------------------------------------------------------------------
+# ---- observing launches ---------------------------------------------------------------------------------
 
-# The launch, its grid, pointers, integers and floats; returns whether the launch takes place.
+# Takes the launch, its grid, pointers, integers and floats; returns whether the launch takes place.
 _Observer = Callable[
     ["Launch", tuple[int, int, int], tuple[Tensor | None, ...], tuple[int, ...], tuple[float, ...]], bool
 ]
@@ -376,8 +388,8 @@ def _observed_by(observer: _Observer) -> Iterator[None]:
 def recording(target: str) -> Iterator[list[Variant]]:
     """Collect the variants that ops would launch on `target`, instead of launching them.
 
-    Inputs may be meta tensors; outputs hold nothing. It is how kernels are built and inspected for GPUs that the
-    machine does not have. One thread at a time.
+    Inputs may be meta tensors; outputs hold nothing. This is how kernels are built and inspected for GPUs that the
+    machine does not have. Only one thread may record at a time.
 
     >>> import torch, weft
     >>> with recording("sm_90") as variants:
@@ -429,13 +441,13 @@ def is_recording() -> bool:
 
 
 def capabilities_of(device: torch.device) -> Capabilities:
-    """The capabilities of the device of a call: of the target of `choosing_for` if there is one, else of the GPU that
+    """Return the capabilities of a call's device: of the target of `choosing_for` if there is one, else of the GPU that
     Triton's driver emulates (`triton_loom.emulate`), else of the device itself."""
     if _chosen_target is not None:
         return _chosen_target
     if (
         torch.compiler.is_compiling()
-    ):  # which asks for facts alone, and cannot trace the search for a tuned file
+    ):  # which needs only the facts, and cannot trace the search for a tuned file
         return devices.facts_of(device)
     emulated = getattr(language.driver._active, "emulates", None) if language.TRITON else None
     return devices.of_device(device) if emulated is None else devices.of_target(emulated)

@@ -1,4 +1,4 @@
-"""Loom, which launches kernels on the CPU: why it cannot do so on this machine, and how it is installed."""
+"""Loom, which launches kernels on the CPU: why it cannot on this machine, and how to install it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def is_installed() -> bool:
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why Loom, which is installed, cannot build kernels here; None if it can. It is found out once, so that a
-    process does not change from one implementation to another by itself."""
+    """Return the reason an installed Loom cannot build kernels here; None if it can. It is determined once, so that a
+    process never switches implementation by itself."""
     import triton_loom
 
     return triton_loom.obstacle()
@@ -34,10 +34,10 @@ DETOUR = r"Weft's ops on \w+ tensors run in plain PyTorch"  # a pattern for the 
 
 @functools.cache
 def warn_of_detour(device: str) -> None:
-    """Warn once that ops on such a device run in plain PyTorch, which nobody asked for, and say what is missing."""
+    """Warn once that ops on such a device run in plain PyTorch without having been asked to; name what is missing."""
     reason = what_is_missing() if device == "cpu" else "`weft doctor` says what is missing"
     warnings.warn(
-        f"Weft's ops on {device} tensors run in plain PyTorch (WEFT_BACKEND=reference chooses that without this "
+        f"Weft's ops on {device} tensors run in plain PyTorch (WEFT_BACKEND=reference does so without this "
         f"warning). For kernels: {reason}",
         RuntimeWarning,
         stacklevel=2,
@@ -45,21 +45,19 @@ def warn_of_detour(device: str) -> None:
 
 
 def what_is_missing() -> str:
-    """Say why no kernel runs on the CPU, and what to do about it."""
+    """Return why no kernel runs on the CPU, and what to do about it."""
     if language.INTERPRETED:
-        return "TRITON_INTERPRET=1 turns kernels off; unset it"
+        return "TRITON_INTERPRET=1 disables kernels; unset it"
     if not language.TRITON:
         return "Triton is missing or does not import; `weft doctor` says what to install"
     if not is_installed():
         return f"install Loom, `{install_command()}`, and a C++ compiler"
-    return (
-        obstacle() or "Triton's driver is another device's; Loom's is chosen by `with triton_loom.active():`"
-    )
+    return obstacle() or "Triton's driver is another device's; select Loom's by `with triton_loom.active():`"
 
 
 def install_command() -> str:
-    """Return the shell command that installs Loom from where Weft came from: a checkout, the directory, repository or
-    wheel that pip installed, or the package index."""
+    """Return the shell command that installs Loom from the same source as Weft: a checkout, the directory, repository
+    or wheel that pip installed, or the package index."""
     checkout = Path(__file__).parents[3]
     if _has_loom(checkout):
         return f"{pip()} install -e {shlex.quote(str(checkout / 'loom'))}"

@@ -1,12 +1,12 @@
-"""An op: its arguments, how it is run, traced and differentiated, and its place in the one catalogue.
+"""Ops: their arguments, how they run, are traced and differentiated, and their place in the catalogue.
 
 An `Op` registers a `torch.library` op, so that `torch.compile`, fake tensors, `opcheck` and autograd know it.
-Called in eager mode on plain tensors, an op skips the dispatcher, which alone would cost more than the launch.
+In eager mode on plain tensors an op skips the dispatcher, which alone would cost more than the launch.
 
-Arguments and outputs are NamedTuples. Where a dispatcher or autograd wants flat lists, `fields` makes them; the list
-that a dispatcher returns leaves out the outputs that are None.
+Arguments and outputs are NamedTuples. Where a dispatcher or autograd needs flat lists, `fields` makes them; the list
+that a dispatcher returns omits the outputs that are None.
 
-A traced graph outlives the `with weft.backend(...)` around the call that was traced. So every op has a second overload,
+A traced graph outlives the `with weft.backend(...)` around the traced call. So every op has a second overload,
 `reference`, which always computes in plain PyTorch: the choice is a property of the node in the graph.
 """
 
@@ -36,13 +36,13 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 
 Gradients = dict[str, Tensor | None]
 
-# Stands for a gradient in the arguments of a backward op while they are kept: it is known only when backward runs.
+# Placeholder for a gradient in the saved arguments of a backward op: it is known only when backward runs.
 LATER: Any = None
 
 
 @functools.cache
 def later(gradients: Callable[..., Any]) -> Any:
-    """Stand for which gradients are wanted, in the arguments of a backward op while they are kept."""
+    """Return a placeholder for the wanted gradients in the saved arguments of a backward op."""
     return gradients(*(False for _ in gradients._fields))  # type: ignore[attr-defined]
 
 
@@ -56,20 +56,20 @@ _library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-
 
 
 class Nothing(NamedTuple):
-    """The outputs of an op that only writes to its arguments, or what an op keeps whose gradients need nothing."""
+    """Outputs of an op that only writes to its arguments, or saved values of an op whose gradients need none."""
 
 
 class Backward(NamedTuple):
-    """What an op's backward is given."""
+    """Arguments of an op's backward."""
 
-    kept: Any  # what the op's `keep` returned
+    kept: Any  # the return value of the op's `keep`
     grads: Any  # gradients of the outputs, by name; None for outputs that were not used
-    needs: Any  # for each tensor among the arguments, by name, whether its gradient is wanted
+    needs: Any  # by name, whether each tensor argument needs a gradient
     node: Any  # autograd's own object
 
 
 class _Call:
-    """A call on its way through autograd, which passes objects of unknown types on unchanged."""
+    """Call in transit through autograd, which passes objects of unknown types on unchanged."""
 
     __slots__ = ("arguments", "differentiable", "outputs")
     outputs: Any
@@ -80,7 +80,7 @@ class _Call:
 
 
 class Op(Generic[A, O]):
-    """One op. Callable with its arguments, a NamedTuple; returns its outputs, another one.
+    """Op that is called with its arguments, a NamedTuple, and returns its outputs, another one.
 
         class ScaleOp(Op[ScaleArgs, ScaleOutputs], name="scale", variants=4):
             def allocate(self, a: ScaleArgs) -> ScaleOutputs: ...
@@ -89,13 +89,13 @@ class Op(Generic[A, O]):
 
         scale_op = ScaleOp()
 
-    The instance registers the op under `torch.ops.weft` and in the catalogue. Its schema is made of the annotations of
-    the arguments. The first of them is a tensor or a list of tensors: its device decides who serves the call. An op
-    that writes to lists of tensors that it is given (`Written`) has the outputs `Nothing`.
+    The instance registers the op under `torch.ops.weft` and in the catalogue. Its schema is derived from the
+    annotations of the arguments. The first argument is a tensor or a list of tensors: its device decides the dispatch.
+    An op that writes to lists of tensors among its arguments (`Written`) has the outputs `Nothing`.
 
     - `variants`: how many compiled variants of its kernels one dtype of inputs and one set of options may need,
-      whatever the sizes are.
-    - `differentiable`: the names of the outputs that have a gradient; the first one, unless they are named.
+      whatever the sizes.
+    - `differentiable`: the names of the outputs with a gradient; by default the first one.
     """
 
     name: ClassVar[str]
@@ -108,31 +108,31 @@ class Op(Generic[A, O]):
         super().__init_subclass__(**more)
         cls.name, cls.variants, cls._with_gradients = name, variants, differentiable
 
-    # ---- what an op is made of ----
+    # ---- methods of an op ----
 
     def allocate(self, a: A) -> O:
-        """Make the outputs, uninitialized: shapes, dtypes and strides are decided here alone."""
+        """Allocate the outputs, uninitialized: only this method decides shapes, dtypes and strides."""
         raise NotImplementedError
 
     @cached_property
     def launch(self) -> Callable[[O, A], None]:
-        """The function of outputs and arguments that fills the outputs with Triton kernels. The first call looks it up,
-        so that `import weft` imports no kernels. An op may also have it as a method."""
+        """Function of outputs and arguments that fills the outputs with Triton kernels. The first call looks it up, so
+        that `import weft` imports no kernels. An op may also define it as a method."""
         raise NotImplementedError
 
     def reference(self, a: A) -> O:
         """Compute the outputs with plain PyTorch, in any float dtype up to fp64."""
         raise NotImplementedError
 
-    # Methods that an op has if it needs them.
-    # (a): `Present`, which outputs are not None. Required where outputs are optional, except where they are gradients
-    # by the names of `a.needs`.
+    # Optional methods.
+    # (a): `Present`, which outputs are not None. Required if outputs are optional, unless they are gradients in the
+    # order of `a.needs`.
     present: Any = None
     keep: Any = None  # (a, outputs): a NamedTuple of what backward needs
     backward: Any = None  # (b: Backward): gradients by the names of the arguments
-    shard: Any = None  # (a): a `Sharding`, how the op is cut for DTensors; without it they are refused
-    # (a): raise an error for arguments that the kernels would misread. It runs in every call, whoever makes it: public
-    # functions, backward passes, compiled graphs.
+    shard: Any = None  # (a): the op's `Sharding` for DTensors; without it they are refused
+    # (a): raise an error for arguments that the kernels would misread. It runs on every call, from public functions,
+    # backward passes and compiled graphs alike.
     validate: Any = None
 
     # ---- registration ----
@@ -154,14 +154,14 @@ class Op(Generic[A, O]):
         self.written = tuple(leaf.name for leaf in self.arguments.leaves if leaf.written)
         if bool(self.written) == bool(self.outputs.leaves):
             raise ValueError(
-                f"{name}: an op that writes to its arguments has the outputs Nothing, and no other op has"
+                f"{name}: an op that writes to its arguments must have the outputs Nothing, and no other op may"
             )
         # Without a backward all outputs count as differentiable, so that a gradient for any of them raises an error.
         names = self.outputs.names
         differentiable = self._with_gradients or (names if self.backward is None else names[:1])
         if unknown := sorted(set(differentiable) - set(names)):
             raise ValueError(
-                f"{name} has no outputs {', '.join(unknown)} to differentiate; it has {', '.join(names)}"
+                f"{name} has no outputs {', '.join(unknown)} to differentiate; its outputs are {', '.join(names)}"
             )
         self.differentiable_outputs = tuple(i for i, output in enumerate(names) if output in differentiable)
         self.other_outputs = tuple(i for i, output in enumerate(names) if output not in differentiable)
@@ -169,7 +169,7 @@ class Op(Generic[A, O]):
         catalogue[name] = self
 
     def _check_outputs(self) -> None:
-        """Raise an error for outputs that are no tensors, and for optional ones that nobody says are present."""
+        """Raise an error for outputs that are not tensors, and for optional ones without `present`."""
         wrong = [leaf.name for leaf in self.outputs.leaves if not leaf.is_tensor or leaf.schema == "Tensor[]"]
         if wrong:
             raise TypeError(
@@ -182,7 +182,7 @@ class Op(Generic[A, O]):
         )
         if optional and not self._as_needed:
             raise ValueError(
-                f"{self.name} has optional outputs: define `present`, which returns whether each of them is not None"
+                f"{self.name} has optional outputs: define `present`, which returns which of them are not None"
             )
 
     def _register(self) -> None:
@@ -216,7 +216,7 @@ class Op(Generic[A, O]):
 
     @property
     def differentiable(self) -> bool:
-        """Whether the op has a backward."""
+        """True if the op has a backward."""
         return self.backward is not None
 
     def __call__(self, a: A) -> O:
@@ -241,75 +241,79 @@ class Op(Generic[A, O]):
                     requires_grad = True
         if requires_grad and torch.is_grad_enabled():
             call = _Call(a)
-            made = self.node(call, *tensors)
-            # Autograd records its history in the tensors that it is given, and makes new ones only if it has to.
-            return call.outputs if all(map(is_, made, call.differentiable)) else self.with_history(call, made)
+            results = self.node(call, *tensors)
+            # Autograd records its history in the tensors it receives, and makes new ones only if it must.
+            return (
+                call.outputs
+                if all(map(is_, results, call.differentiable))
+                else self.with_history(call, results)
+            )
         return self.run(a)
 
-    def with_history(self, call: _Call, made: Iterable[Tensor]) -> O:
-        """The outputs of a call, with `made` in place of those that have gradients."""
-        flat, rest = list(self.outputs.flatten(call.outputs)), iter(made)
+    def with_history(self, call: _Call, results: Iterable[Tensor]) -> O:
+        """Return the outputs of a call, with `results` in place of the differentiable ones."""
+        flat, remaining = list(self.outputs.flatten(call.outputs)), iter(results)
         for i in self.differentiable_outputs:
-            flat[i] = flat[i] if flat[i] is None else next(rest)
+            flat[i] = flat[i] if flat[i] is None else next(remaining)
         return self.outputs.build(*flat)
 
     def dispatch(self, a: A) -> O:
-        """Call by way of PyTorch's dispatcher, which finds modes and subclasses, and which compilers trace."""
+        """Call through PyTorch's dispatcher, which handles modes and subclasses, and which compilers trace."""
         if is_distributed(*self.arguments.tensors(a)):
             return self.over_mesh(a)
         overload = self.reference_overload if chosen() == "reference" else self.overload
-        found = overload(*self.arguments.flatten(a))
-        return self.outputs.from_present(self.present_in(a), found or ())
+        tensors = overload(*self.arguments.flatten(a))
+        return self.outputs.from_present(self.present_in(a), tensors or ())
 
     def over_mesh(self, a: A) -> O:
         """Call with DTensors: each rank computes with its shards."""
         if self.shard is None:
             raise refuse(f"weft::{self.name}")
         rule: Sharding = self.shard(a)
-        given = self.arguments.flatten(a)
-        shards = cut(self.name, rule, dict(zip(self.arguments.names, given, strict=True)))
+        values = self.arguments.flatten(a)
+        shards = cut(self.name, rule, dict(zip(self.arguments.names, values, strict=True)))
         local = (
-            shards.local.get(name, value) for name, value in zip(self.arguments.names, given, strict=True)
+            shards.local.get(name, value) for name, value in zip(self.arguments.names, values, strict=True)
         )
-        found = self.outputs.flatten(self(self.arguments.build(*local)))
+        outputs = self.outputs.flatten(self(self.arguments.build(*local)))
         return self.outputs.build(
             *(
                 None if t is None else shards.place(t, rule.outputs.get(name))
-                for name, t in zip(self.outputs.names, found, strict=True)
+                for name, t in zip(self.outputs.names, outputs, strict=True)
             )
         )
 
-    def into(self, given: O, a: A) -> O:
-        """Compute into the tensors of `given`, and into new ones where it has None. Not for autograd."""
-        if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(given)):
+    def into(self, destinations: O, a: A) -> O:
+        """Compute into the tensors of `destinations`, and into new ones where it has None. Not for autograd."""
+        if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(destinations)):
             raise refuse(f"weft::{self.name} with out=")
-        places = self.outputs.flatten(given)
+        targets = self.outputs.flatten(destinations)
         if self.is_traced(a) or not self.serves(a[0]):
             outputs = [
-                made if place is None else place.copy_(made)
-                for place, made in zip(places, self.outputs.flatten(self(a)), strict=True)
+                result if target is None else target.copy_(result)
+                for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)
             ]
             return self.outputs.build(*outputs)
         if self.validate is not None:
             self.validate(a)
-        room = self.outputs.flatten(self.allocate(a))
+        allocated = self.outputs.flatten(self.allocate(a))
         filled = self.outputs.build(
-            *(new if place is None else place for place, new in zip(places, room, strict=True))
+            *(new if target is None else target for target, new in zip(targets, allocated, strict=True))
         )
         self.launch(filled, a)
-        torch.autograd.graph.increment_version([place for place in places if place is not None])
+        torch.autograd.graph.increment_version([target for target in targets if target is not None])
         return filled
 
     def is_traced(self, a: A) -> bool:
-        """Whether a call with these arguments is seen by something besides autograd: a compiler, a mode, a transform,
-        a subclass."""
+        """Return whether anything besides autograd sees a call with these arguments: a compiler, a mode, a transform, a
+        subclass."""
         if torch.compiler.is_compiling() or _is_watched() or is_transformed():
             return True
         return not _are_plain(tensor for tensor in self.arguments.tensors(a) if tensor is not None)
 
     def serves(self, x: Tensor | list[Tensor]) -> bool:
-        """Whether kernels serve a call on x. The reference serves float64, tensors without elements, and devices
-        without a driver. The tensors of a list are on one device, and either all or none in float64."""
+        """Return whether kernels serve a call on x. The reference serves float64, empty tensors, and devices without a
+        driver. The tensors of a list are on one device, and either all or none in float64."""
         if isinstance(x, list):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
@@ -323,7 +327,7 @@ class Op(Generic[A, O]):
     def run(self, a: A) -> O:
         """Compute, without autograd or dispatch."""
         if any_autocast():
-            # A product in the reference, or of a library that a launch calls, is part of this op.
+            # A product in the reference, or in a library that a launch calls, is part of this op.
             with without_autocast():
                 return self.run(a)
         if self.validate is not None:
@@ -338,8 +342,8 @@ class Op(Generic[A, O]):
         return outputs
 
     def fake(self, a: A) -> O:
-        """The outputs of a traced call. Forward-mode tangents are refused: a graph cannot hold them, and they would be
-        lost silently."""
+        """Return the outputs of a traced call. Forward-mode tangents are refused: a graph cannot hold them, and they
+        would be lost silently."""
         if forward_ad._current_level >= 0:
             self.function.jvp(None)
         if self.validate is not None:
@@ -347,7 +351,7 @@ class Op(Generic[A, O]):
         return self.allocate(a)
 
     def as_listed(self, compute: Callable[[A], O]) -> Callable[..., list[Tensor] | None]:
-        """A function of the op as the dispatcher calls it: with flat arguments, and a list of the outputs present."""
+        """Return a function for the dispatcher: from flat arguments to a list of the outputs present."""
 
         def call(*leaves: Any) -> list[Tensor] | None:
             outputs = compute(self.arguments.build(*leaves))
@@ -361,12 +365,11 @@ class Op(Generic[A, O]):
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """`function.apply`, for a function with a `setup_context`; outside of functorch, without the cost of functorch."""
+    """Return `function.apply(*args)` for a function with a `setup_context`, without functorch's cost outside
+    functorch."""
     if torch.compiler.is_compiling():
         if not any(isinstance(a, Tensor) and a.requires_grad for a in args) or not torch.is_grad_enabled():
-            return function.forward(
-                *args
-            )  # Dynamo would give it a context, which such a function does not take
+            return function.forward(*args)  # Dynamo would pass an unsupported context
         return function.apply(*args)  # type: ignore[no-untyped-call]
     if is_transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
@@ -374,14 +377,13 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def _core_apply(function: type[Function]) -> Callable[..., Any]:
-    """The method of PyTorch's core that `Function.apply` ends in. It takes a quarter of the time; the rest is
-    functorch's."""
+    """Return the core method that `Function.apply` ends in. It takes a quarter of the time; the rest is functorch's."""
     return super(Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 # ---- autograd -------------------------------------------------------------------------------------------
 
-# Tensor subclasses that may arrive as gradients -> the plain tensor that such a gradient stands for.
+# Tensor subclasses that may arrive as gradients -> decoder to the plain tensor that such a gradient represents.
 _gradient_decoders: dict[type, Callable[[Any], Tensor]] = {}
 
 
@@ -396,8 +398,8 @@ def plain_gradient(grad: Any) -> Any:
     return grad if decode is None else decode(grad)
 
 
-class _Kept(NamedTuple):
-    """What an op's `keep` returned, without its tensors. Autograd saves the tensors, and notices if one was changed."""
+class _Saved(NamedTuple):
+    """Return value of an op's `keep`, without its tensors. Autograd saves those, and notices if one was changed."""
 
     fields: Fields[Any]
     others: tuple[Any, ...]
@@ -405,12 +407,12 @@ class _Kept(NamedTuple):
     transformed: bool
 
 
-def _keep(op: Op[A, O], ctx: Any, a: A, outputs: O, *, transformed: bool) -> None:
+def _save(op: Op[A, O], ctx: Any, a: A, outputs: O, *, transformed: bool) -> None:
     assert op.keep is not None
-    kept: tuple[Any, ...] = op.keep(a, outputs)
-    fields = Fields.of(type(kept))
-    ctx.save_for_backward(*fields.tensors(kept))
-    ctx.kept = _Kept(fields, fields.others(kept), chosen(), transformed)
+    values: tuple[Any, ...] = op.keep(a, outputs)
+    fields = Fields.of(type(values))
+    ctx.save_for_backward(*fields.tensors(values))
+    ctx.kept = _Saved(fields, fields.others(values), chosen(), transformed)
     ctx.set_materialize_grads(False)
 
 
@@ -424,7 +426,7 @@ def _mark(op: Op[A, O], ctx: Any, output: Sequence[Tensor | None]) -> None:
 def _gradients(
     op: Op[A, O], needs_type: Any, ctx: Any, grads: O, needs: Iterable[bool]
 ) -> Iterable[Tensor | None]:
-    """Gradients of the tensors among the arguments, in order."""
+    """Return the gradients of the tensors among the arguments, in order."""
     if op.backward is None:
         raise _no_derivative(op)
     flat = op.outputs.flatten(grads)
@@ -432,23 +434,23 @@ def _gradients(
         return (None for _ in op.arguments.tensor_names)
     if any(type(grad) in _gradient_decoders for grad in flat):
         grads = op.outputs.build(*map(plain_gradient, flat))
-    saved = ctx.saved_tensors
-    kept: _Kept = ctx.kept
-    if kept.transformed:
+    tensors = ctx.saved_tensors
+    saved: _Saved = ctx.kept
+    if saved.transformed:
         # The tensors are wrapped for a transform that may have ended by now, as in the function that `torch.func.vjp`
         # returns.
         unwrap = torch._C._functorch.unwrap_if_dead
-        saved = tuple(t if t is None else unwrap(t) for t in saved)
-    call = Backward(kept.fields.join(saved, kept.others), grads, needs_type(*needs), ctx)
-    if kept.backend == "auto":
-        found = op.backward(call)
+        tensors = tuple(t if t is None else unwrap(t) for t in tensors)
+    call = Backward(saved.fields.join(tensors, saved.others), grads, needs_type(*needs), ctx)
+    if saved.backend == "auto":
+        gradients = op.backward(call)
     else:
-        with backend(kept.backend):
-            found = op.backward(call)
-    if not found.keys() <= op.arguments.tensor_name_set:
-        wrong = sorted(found.keys() - op.arguments.tensor_name_set)
-        raise TypeError(f"weft::{op.name} has no arguments {', '.join(wrong)} to give gradients to")
-    return map(found.get, op.arguments.tensor_names)
+        with backend(saved.backend):
+            gradients = op.backward(call)
+    if not gradients.keys() <= op.arguments.tensor_name_set:
+        wrong = sorted(gradients.keys() - op.arguments.tensor_name_set)
+        raise TypeError(f"weft::{op.name} has no arguments {', '.join(wrong)} that could have gradients")
+    return map(gradients.get, op.arguments.tensor_names)
 
 
 def _no_derivative(op: Op[A, O]) -> RuntimeError:
@@ -458,13 +460,13 @@ def _no_derivative(op: Op[A, O]) -> RuntimeError:
 
 
 def _needs_type(op: Op[A, O]) -> Any:
-    """A NamedTuple class with a member for each tensor among the arguments."""
+    """Return a NamedTuple class with a member for each tensor among the arguments."""
     return namedtuple(f"{op.name}_needs", op.arguments.tensor_names)
 
 
 def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
-    """The op as autograd functions: one for functorch's transforms, and one for eager calls on plain tensors. Besides
-    the NamedTuple of arguments they take its tensors one by one, since autograd finds tensors only there."""
+    """Return the op as autograd functions: one for functorch's transforms, and one for eager calls on plain tensors.
+    Besides the NamedTuple of arguments they take its tensors one by one, since autograd finds tensors only there."""
     needs_type = _needs_type(op)
     build, flatten, places = op.outputs.build, op.outputs.flatten, op.differentiable_outputs
 
@@ -476,21 +478,21 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
         # An op computes what its backward needs only if a gradient is wanted, which functorch decides for every
         # transform.
         if op.keep is not None and True in ctx.needs_input_grad:
-            _keep(op, ctx, inputs[0], build(*output), transformed=is_transformed())
+            _save(op, ctx, inputs[0], build(*output), transformed=is_transformed())
             _mark(op, ctx, output)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(op, needs_type, ctx, build(*grads), ctx.needs_input_grad[1:])
 
-    # In a plain call only the outputs that have gradients go through autograd. Its forward is given the node: a
-    # separate `setup_context`, which functorch wants, would cost a call more.
+    # In a plain call only the differentiable outputs go through autograd. Its forward takes the node: a separate
+    # `setup_context`, which functorch wants, would cost another call.
 
     def forward_plain(ctx: Any, call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         call.outputs = outputs = op.run(call.arguments)
         flat = flatten(outputs)
         call.differentiable = [flat[i] for i in places if flat[i] is not None]
         if op.keep is not None:
-            _keep(op, ctx, call.arguments, outputs, transformed=False)
+            _save(op, ctx, call.arguments, outputs, transformed=False)
             if len(places) > 1:
                 ctx.places = [i for i in places if flat[i] is not None]
         return tuple(call.differentiable)
@@ -511,12 +513,12 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
 
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(
-            f"weft::{op.name} cannot be mapped by torch.func.vmap (nor by what is made of it, such as jacrev): Weft's "
-            "ops take leading dimensions as they are, so call it once on the whole batch, or in a loop"
+            f"weft::{op.name} cannot be mapped by torch.func.vmap (nor by transforms built on it, such as jacrev): "
+            "Weft's ops take any leading dimensions, so call it once on the whole batch, or in a loop"
         )
 
     def node_class(**methods: Callable[..., Any]) -> type[Function]:
-        # Autograd takes the name of the node from the class when that is made.
+        # Autograd takes the name of the node from the class when the class is created.
         return type(f"weft_{op.name}", (Function,), {name: staticmethod(f) for name, f in methods.items()})
 
     return (
@@ -526,7 +528,7 @@ def _functions_of(op: Op[A, O]) -> tuple[type[Function], type[Function]]:
 
 
 def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """(setup_context, backward) of the op for calls by way of the dispatcher."""
+    """Return (setup_context, backward) of the op for calls through the dispatcher."""
     needs_type = _needs_type(op)
     leaves = op.arguments.leaves
     tensors = [i for i, leaf in enumerate(leaves) if leaf.is_tensor]
@@ -536,29 +538,29 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
             a = op.arguments.build(*inputs)
             ctx.present = op.present_in(a)
             outputs = op.outputs.from_present(ctx.present, output)
-            _keep(op, ctx, a, outputs, transformed=is_transformed())
+            _save(op, ctx, a, outputs, transformed=is_transformed())
             _mark(op, ctx, op.outputs.flatten(outputs))
 
     def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         named = op.outputs.from_present(ctx.present, grads)
         needs = ctx.needs_input_grad
-        found = iter(_gradients(op, needs_type, ctx, named, [needs[i] for i in tensors]))
-        return tuple(next(found) if leaf.is_tensor else None for leaf in leaves)
+        gradients = iter(_gradients(op, needs_type, ctx, named, [needs[i] for i in tensors]))
+        return tuple(next(gradients) if leaf.is_tensor else None for leaf in leaves)
 
     return setup_context, backward
 
 
-# ---- what sees a call besides autograd ------------------------------------------------------------------
+# ---- observers of a call other than autograd ------------------------------------------------------------
 
 
 def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
-    """Whether no tensor, alone or in a list, is of a subclass other than Parameter."""
+    """Return whether every tensor, alone or in a list, is a Tensor or a Parameter rather than another subclass."""
     return all(_are_plain(t) if isinstance(t, list) else type(t) in _PLAIN for t in tensors)
 
 
 @contextmanager
 def seen_through() -> Iterator[None]:
-    """In the block one dispatch mode more does not count as watching: it sees what ops do rather than the ops."""
+    """Discount one dispatch mode in this block, which sees what ops do rather than the ops."""
     global _modes_seen_through
     _modes_seen_through += 1
     try:
@@ -568,18 +570,18 @@ def seen_through() -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Whether something sees every call that the dispatcher makes: a dispatch mode, such as that of fake tensors."""
+    """Return whether a dispatch mode, such as that of fake tensors, sees every call of the dispatcher."""
     return bool(_count_dispatch_modes() > _modes_seen_through)
 
 
 def is_transformed() -> bool:
-    """Return whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is at work."""
+    """Return whether functorch (grad, vjp, jvp, vmap) or forward-mode differentiation is active."""
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_readable(x: Tensor) -> bool:
-    """Return whether the numbers of x can be read: without waiting for a device, and without anything that traces or
-    records the call. What `weft.capture` records cannot hold a number that was read, so that every mode counts here."""
+    """Return whether the values of x can be read without waiting for a device and without anything that traces or
+    records the call. A recording of `weft.capture` cannot hold a value that was read, so every mode counts here."""
     if x.device.type != "cpu" or type(x) not in _PLAIN:
         return False
     return not (torch.compiler.is_compiling() or _count_dispatch_modes() or is_transformed())

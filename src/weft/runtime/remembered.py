@@ -1,6 +1,6 @@
-"""What host code has worked out from sizes, strides and options, kept for later calls with the same ones.
+"""Cache for what host code computes from sizes, strides and options.
 
-It has one home, so that all of it can be forgotten together: a run with symbols for sizes leaves nothing behind.
+All caches are registered here so that they can be cleared together: a run with symbolic sizes leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_known: list[Any] = []
+_caches: list[Any] = []
 
 
 def remembered(function: Callable[P, R], *, typed: bool = False) -> Callable[P, R]:
-    """Decorate a function of hashable values: its answers to the last 4096 sets of values are kept. If `typed`, 1 and
-    1.0 are two values."""
-    known = functools.lru_cache(maxsize=4096, typed=typed)(function)
-    _known.append(known)
-    return cast("Callable[P, R]", known)
+    """Decorate a function of hashable arguments to cache its last 4096 results. If `typed`, 1 and 1.0 are different
+    arguments."""
+    cached = functools.lru_cache(maxsize=4096, typed=typed)(function)
+    _caches.append(cached)
+    return cast("Callable[P, R]", cached)
 
 
 def forget() -> None:
-    """Forget all answers."""
-    for known in _known:
-        known.cache_clear()
+    """Clear all caches."""
+    for cached in _caches:
+        cached.cache_clear()

@@ -1,21 +1,21 @@
-"""How an op is cut into shards, and the call with DTensors that follows from it.
+"""Sharding of an op's tensors, and the call with DTensors that follows from it.
 
 An op describes the dimensions of its tensors by names, as einops does:
 
     Sharding({"x": "... k", "weight": "k"}, {"y": "... k"}, whole={"k": "the norm is taken over whole rows"})
 
-`...` are the leading dimensions of the first tensor, one name each. Each dimension of a mesh cuts at most one named
-dimension, that of the tensors it shards. Then every rank computes with its shards, and without any communication:
+`...` are the leading dimensions of the first tensor, one name each. Each mesh dimension shards at most one named
+dimension, in every tensor that has it. Every rank then computes with its shards, without communication:
 
-- A tensor that has the dimension must be sharded along it. A replicated one that wants no gradient is cut: that moves
-  nothing.
+- A tensor that has the dimension must be sharded along it. A replicated one that needs no gradient is sliced, which
+  moves nothing.
 - A tensor that does not have it must be replicated, and its gradient is a partial sum: `Partial()`.
-- An output that has it is sharded along it. One that does not have it is what the ranks' values add up to, and says so:
-  "sum: e" is `Partial("sum")`, "max:" is `Partial("max")`.
+- An output that has it is sharded along it. One that does not is a reduction over the ranks' values, which its
+  description names: "sum: e" is `Partial("sum")`, "max:" is `Partial("max")`.
 
-A rank's shard of a result is that part of the unsharded result, bit for bit. A call that can't be computed so is
-refused with an error that names the redistribution that would help: nothing is moved silently. Gradients come in with
-the placement of the result that they belong to, since `DTensor.from_local` redistributes them to it.
+A rank's shard of a result equals that part of the unsharded result, bit for bit. A call that cannot be computed this
+way is refused with an error that names the redistribution that would help: nothing is moved silently. Gradients arrive
+with the placement of the result they belong to, since `DTensor.from_local` redistributes them to it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 class Sharding(NamedTuple):
-    """The dimensions of an op's tensors, by their names.
+    """Names of the dimensions of an op's tensors.
 
-    - `inputs`: the dimensions of each tensor among the arguments; the first that is not None has all leading
-      dimensions. "_" is a dimension of size 1 that is broadcast, and "" is one number. Dimensions in parentheses, "(0
-      1) k", are joined into one when the shard is taken.
-    - `outputs`: the dimensions of each output; None for an output that stays a plain tensor of the rank.
-    - `whole`: dimensions that can't be sharded, with the reason, and in a second sentence what to do about it if that
-      is something other than redistributing; "..." stands for all leading ones.
-    - `block`: rows that must lie on one rank come in blocks of this many, counted over all leading dimensions.
-    - `counted`: tensors of indices, with the dimension that they index. If one is absent, its indices count from 0.
-    - `sizes`: arguments that are the size of a dimension, which a rank replaces by that of its shard.
+    - `inputs`: the dimensions of each tensor argument; the first that is not None has all leading dimensions. "_" is a
+      broadcast dimension of size 1, and "" is a scalar. Dimensions in parentheses, "(0 1) k", are joined into one when
+      the shard is taken.
+    - `outputs`: the dimensions of each output; None if it stays a plain tensor of the rank.
+    - `whole`: dimensions that cannot be sharded, with the reason, and in a second sentence the remedy if it is
+      something other than redistributing; "..." stands for all leading ones.
+    - `block`: rows come in blocks of this many, counted over all leading dimensions; a block must lie on one rank.
+    - `counted`: tensors of indices, with the dimension they index. If one is absent, its indices count from 0.
+    - `sizes`: arguments that are the size of a dimension, which a rank replaces by the size in its shard.
     """
 
     inputs: Mapping[str, str]
@@ -56,16 +56,16 @@ class Sharding(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What a rank computes with, and how its results are placed."""
+    """Arguments of one rank, and the placement of its results."""
 
     mesh: DeviceMesh
-    cuts: list[str | None]  # for each dimension of the mesh, the dimension that it cuts
-    extents: dict[str, tuple[int, int]]  # for each dimension its size, and that of this rank's shard
+    cuts: list[str | None]  # per mesh dimension, the dimension that it shards
+    extents: dict[str, tuple[int, int]]  # per dimension: its size, and the size of this rank's shard
     leading: list[str]
     local: dict[str, Any]  # arguments that differ from those of the call
 
     def place(self, value: Tensor, dims: str | None) -> Tensor:
-        """This rank's part of an output as a DTensor."""
+        """Return this rank's part of an output as a DTensor."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         if dims is None:
@@ -80,8 +80,8 @@ class Shards(NamedTuple):
             elif cut in names:
                 dim = names.index(cut)
                 placements.append(Shard(dim))
-                whole, part = self.extents[cut]
-                shape[dim] = whole if value.shape[dim] == part else value.shape[dim] * whole // part
+                total, part = self.extents[cut]
+                shape[dim] = total if value.shape[dim] == part else value.shape[dim] * total // part
             elif reduction:
                 placements.append(Partial(reduction))
             else:
@@ -97,7 +97,7 @@ class Shards(NamedTuple):
 
 
 def is_distributed(*tensors: object) -> bool:
-    """Whether any of them is a DTensor."""
+    """Return whether any of the tensors is a DTensor."""
     for t in tensors:
         if not (t is None or type(t) is Tensor or type(t) is Parameter):
             break
@@ -108,7 +108,7 @@ def is_distributed(*tensors: object) -> bool:
 
 
 def place_like(local: Tensor, like: Tensor) -> Tensor:
-    """A rank's tensor as its shard of a DTensor of the shape and placements of another."""
+    """Return a rank's tensor as its shard of a DTensor with the shape and placements of `like`."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(like, DTensor)
@@ -118,38 +118,38 @@ def place_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def local_of(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, with a gradient that is placed as x is."""
+    """Return this rank's shard of a DTensor; its gradient is placed as x is."""
     local: Tensor = x.to_local(grad_placements=x.placements)  # type: ignore[attr-defined]
     return local
 
 
 def local_rows(op: str, **tensors: Tensor | None) -> list[Any]:
-    """This rank's rows of tensors that have the same leading dimensions; without DTensors among them, all rows."""
+    """Return this rank's rows of tensors that share leading dimensions; all rows if none is a DTensor."""
     if not is_distributed(*tensors.values()):
         return [*tensors.values()]
     described = {name: f"... {name}" for name in tensors}
-    shards = cut(op, Sharding(described, {}, dict.fromkeys(tensors, "a row is taken as a whole")), tensors)
+    shards = cut(op, Sharding(described, {}, dict.fromkeys(tensors, "a row must not be split")), tensors)
     return [shards.local.get(name) for name in tensors]
 
 
 def summed(x: Tensor) -> Tensor:
-    """The numbers of a DTensor, replicated on every rank; those of a partial sum are added up with a collective."""
+    """Return a DTensor replicated on every rank; partial sums are reduced by a collective."""
     if not is_distributed(x):
         return x
     from torch.distributed.tensor import Replicate
 
-    whole: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)  # type: ignore[attr-defined]
-    return whole
+    replicated: Tensor = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)  # type: ignore[attr-defined]
+    return replicated
 
 
 def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
-    """This rank's part of a call. `arguments` are all arguments of the op, by name. A tensor that is not in
-    `sharding.inputs` belongs to the rank, and must not be a DTensor."""
+    """Return this rank's part of a call. `arguments` are all arguments of the op, by name. A tensor that is not in
+    `sharding.inputs` belongs to the rank and must not be a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for name, value in arguments.items():
         if name not in sharding.inputs and is_distributed(value):
-            raise ValueError(f"{op}: {name} must be a plain tensor of this rank: give {name}.to_local()")
+            raise ValueError(f"{op}: {name} must be a plain tensor of this rank: pass {name}.to_local()")
     tensors = {name: arguments[name] for name in sharding.inputs if arguments[name] is not None}
     mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
     first = next(iter(tensors))
@@ -162,14 +162,14 @@ def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
     extents: dict[str, tuple[int, int]] = {}
     for name, t in tensors.items():
         part = call.part(name, cuts)
-        for dim, whole, size in zip(dims[name], t.shape, part.shape, strict=True):
-            extents.setdefault(dim, (whole, size))
-        _, bracket, after = sharding.inputs[name].partition(")")
-        local[name] = part.flatten(0, part.ndim - 1 - len(after.split())) if bracket else part
+        for dim, total, size in zip(dims[name], t.shape, part.shape, strict=True):
+            extents.setdefault(dim, (total, size))
+        _, parenthesis, after = sharding.inputs[name].partition(")")
+        local[name] = part.flatten(0, part.ndim - 1 - len(after.split())) if parenthesis else part
     for name, dim in sharding.counted.items():
         if arguments[name] is None and dim in cuts:
-            numbers = torch.arange(extents[dim][0], device=tensors[first].device)
-            local[name] = _cut_plain(numbers, [Shard(0) if c == dim else Replicate() for c in cuts], mesh)
+            indices = torch.arange(extents[dim][0], device=tensors[first].device)
+            local[name] = _cut_plain(indices, [Shard(0) if c == dim else Replicate() for c in cuts], mesh)
     for name, dim in sharding.sizes.items():
         if dim in cuts:
             parts = call.parts(dim, cuts)
@@ -182,21 +182,21 @@ def cut(op: str, sharding: Sharding, arguments: Mapping[str, Any]) -> Shards:
 
 
 def dimensions(described: str, leading: list[str], count: int) -> list[str]:
-    """The names of a tensor's `count` dimensions, from their description."""
+    """Return the names of a tensor's `count` dimensions from their description."""
     words = described.replace("(", "").replace(")", "").split() or ["_"] * count
     return [name for word in words for name in (leading if word == "..." else [word])]
 
 
 def refuse(op: str) -> ValueError:
-    """The error for DTensors that are given to an op without a `Sharding`."""
+    """Return the error for DTensors passed to an op without a `Sharding`."""
     return ValueError(
-        f"{op} takes no DTensors: give it this rank's tensors, x.to_local(), and place what it returns with "
+        f"{op} takes no DTensors: pass it this rank's tensors, x.to_local(), and place its results with "
         "DTensor.from_local"
     )
 
 
 class _Call(NamedTuple):
-    """A call with DTensors that is being cut: its tensors, the names of their dimensions, and the mesh."""
+    """Call with DTensors that is being cut: its tensors, the names of their dimensions, and the mesh."""
 
     op: str
     sharding: Sharding
@@ -205,11 +205,11 @@ class _Call(NamedTuple):
     mesh: DeviceMesh
 
     def cut_along(self, mesh_dim: int) -> str | None:
-        """The dimension that a dimension of the mesh cuts."""
+        """Return the dimension that a mesh dimension shards, or None."""
         from torch.distributed.tensor import DTensor, Shard
 
-        found: str | None = None
-        by = ""
+        sharded: str | None = None
+        sharded_by = ""
         for name, t in self.tensors.items():
             if not isinstance(t, DTensor):
                 continue
@@ -221,24 +221,30 @@ class _Call(NamedTuple):
             if placement.is_replicate():
                 continue
             if type(placement) is not Shard:
-                has = "terms of a sum" if placement.is_partial() else "pieces of several shards"
-                raise self.refusal(name, f"each rank has {has}", self.possible(name))
+                holds = "terms of a sum" if placement.is_partial() else "pieces of several shards"
+                raise self.refusal(name, f"each rank holds {holds}", self.possible(name))
             dim = self.dims[name][placement.dim]
             if not self.is_free(dim):
                 why = self.sharding.whole.get(dim) or self.sharding.whole.get("...", "it is broadcast")
                 raise self.refusal(
                     name, f"its dimension {placement.dim} cannot be sharded, since {why}", self.possible(name)
                 )
-            if found is None:
-                found, by = dim, name
-            elif found != dim:
-                to = f"Shard({self.dims[name].index(found)})" if found in self.dims[name] else "Replicate()"
-                placements = _words(self.tensors[by].placements)
-                raise self.refusal(name, f"that does not match {by}, which is placed as {placements}", to)
-        return found
+            if sharded is None:
+                sharded, sharded_by = dim, name
+            elif sharded != dim:
+                target = (
+                    f"Shard({self.dims[name].index(sharded)})"
+                    if sharded in self.dims[name]
+                    else "Replicate()"
+                )
+                placements = _words(self.tensors[sharded_by].placements)
+                raise self.refusal(
+                    name, f"that does not match {sharded_by}, which is placed as {placements}", target
+                )
+        return sharded
 
     def is_free(self, dim: str) -> bool:
-        """Whether the dimension may be cut."""
+        """Return whether the dimension may be sharded."""
         whole = self.sharding.whole
         return dim not in whole and dim != "_" and not (dim.isdigit() and "..." in whole)
 
@@ -247,7 +253,7 @@ class _Call(NamedTuple):
         return " or ".join(["Replicate()", *shards])
 
     def parts(self, dim: str, cuts: list[str | None]) -> int:
-        """How many shards a dimension is cut into."""
+        """Return the number of shards of a dimension."""
         count = 1
         for mesh_dim, cut in enumerate(cuts):
             if cut == dim:
@@ -255,41 +261,41 @@ class _Call(NamedTuple):
         return count
 
     def check_blocks(self, name: str, cuts: list[str | None]) -> None:
-        """Refuse shards that begin within a block of rows. Every rank comes to the same answer."""
+        """Raise if shards begin within a block of rows. Every rank reaches the same verdict."""
         block, shape = self.sharding.block, self.tensors[name].shape
         for i, dim in enumerate(self.dims[name]):
             if block == 1 or dim not in cuts or not dim.isdigit():
                 continue
-            rows = shape[i + 1 : -1].numel()  # of each step along this dimension
+            rows = shape[i + 1 : -1].numel()  # per step along this dimension
             shard, all_shards = -(-shape[i] // self.parts(dim, cuts)) * rows, shape[i] * rows
             if shard % block or (shape[:i].numel() > 1 and all_shards % block):
                 raise self.refusal(
                     name,
-                    f"a block of the quantised result has {block} rows, and shards have {shard} at a time. Pad it so "
+                    f"a block of the quantized result has {block} rows, and shards have {shard} at a time. Pad it so "
                     f"that these are multiples of {block}, choose blocks that lie in one row (1x128, mx or row, and no "
-                    "column-wise copy), quantise each rank's shard by itself with x.to_local()",
+                    "column-wise copy), handle each rank's shard by itself with x.to_local()",
                     "Replicate()",
                 )
 
     def part(self, name: str, cuts: list[str | None]) -> Tensor:
-        """This rank's part of a tensor."""
+        """Return this rank's part of a tensor."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         t, dims = self.tensors[name], self.dims[name]
         wanted = [Shard(dims.index(cut)) if cut in dims else Replicate() for cut in cuts]
-        wants_gradient = torch.is_grad_enabled() and t.requires_grad
+        needs_gradient = torch.is_grad_enabled() and t.requires_grad
         if not isinstance(t, DTensor):
-            # A plain tensor is taken to be the same on all ranks, as the buffers of a module are.
-            if wants_gradient:
+            # A plain tensor is assumed to be equal on all ranks, like the buffers of a module.
+            if needs_gradient:
                 raise ValueError(
                     f"{self.op}: {name} is a plain tensor that requires a gradient, among DTensors: each rank would "
-                    f"have a part of that. Give a DTensor, distribute_tensor({name}, mesh, {_words(wanted)})"
+                    f"have a part of it. Pass a DTensor, distribute_tensor({name}, mesh, {_words(wanted)})"
                 )
             return _cut_plain(t, wanted, self.mesh)
         if any(old != new for old, new in zip(t.placements, wanted, strict=True)):
-            if wants_gradient:
+            if needs_gradient:
                 raise self.refusal(
-                    name, "if it were cut here, its gradient would have to be gathered", _words(wanted)
+                    name, "if it were sliced here, its gradient would have to be gathered", _words(wanted)
                 )
             return t.redistribute(self.mesh, wanted).to_local()
         gradients = [
@@ -304,18 +310,18 @@ class _Call(NamedTuple):
         return ValueError(f"{self.op}: {name} is placed as {placements}; {advice}")
 
 
-def _cut_plain(t: Tensor, wanted: Sequence[Placement], mesh: DeviceMesh) -> Tensor:
-    """This rank's part of a tensor that all ranks have."""
+def _cut_plain(t: Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    if all(placement.is_replicate() for placement in wanted):
+    if all(placement.is_replicate() for placement in placements):
         return t
-    whole = DTensor.from_local(t.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(mesh, wanted).to_local()
+    replicated = DTensor.from_local(t.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, placements).to_local()
 
 
 def _stride_like(value: Tensor, shape: list[int]) -> tuple[int, ...]:
-    """Strides of a larger tensor whose dimensions lie in memory in the order of those of `value`."""
+    """Return strides for a larger tensor whose dimensions have the memory order of `value`'s."""
     if value.is_contiguous():
         return tuple(torch.empty(shape, device="meta").stride())
     stride, step = list(value.stride()), 1

@@ -1,4 +1,4 @@
-"""Variants of kernels: everything that decides a kernel's code apart from the target, and the way to compile one."""
+"""Variants of kernels: everything that determines a kernel's code apart from the target, and how to compile one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 @dataclass(frozen=True)
 class Variant:
-    """Everything that decides a kernel's code, apart from the target.
+    """Everything that determines a kernel's code, apart from the target.
 
-    `signature` has the type of every parameter by name, in order ("*bf16", "i32", "fp32", "constexpr"); the type of
-    a struct is an instance of its NamedTuple that holds the types of its members. `constants` holds the value of
-    each "constexpr" one, None for an absent pointer; a member of a struct is named as "x.ptr". The rest is what Triton
-    would know at launch: with `aligned`, that every pointer is divisible by 16; that the integers named in
-    `divisible` are; and with `small`, that every tensor has less than 2 GiB, which lets the AMD compiler use
-    buffer instructions where it could not prove that offsets fit (it means nothing to the other). `options`
-    are further compiler options, such as ("enable_fp_fusion", False).
+    `signature` has the type of every parameter by name, in order ("*bf16", "i32", "fp32", "constexpr"); the type of a
+    struct is an instance of its NamedTuple that holds the types of its members. `constants` holds the value of each
+    "constexpr" one, None for an absent pointer; a member of a struct is named like "x.ptr". The rest is what Triton
+    would determine at launch: `aligned` means that every pointer is divisible by 16, `divisible` names integers that
+    are, and `small` means that every tensor has less than 2 GiB, which lets the AMD compiler use buffer instructions
+    where it could not prove that offsets fit (other compilers ignore it). `options` are further compiler options, such
+    as ("enable_fp_fusion", False).
     """
 
     module: str
@@ -36,26 +36,26 @@ class Variant:
     options: tuple[tuple[str, object], ...] = ()
 
     def leaves(self) -> Iterator[Leaf]:
-        """The pointers, numbers and constants of the signature, members of structs one by one."""
+        """Yield the pointers, numbers and constants of the signature, members of structs one by one."""
         for index, (name, kind) in enumerate(self.signature):
             yield from _leaves(name, kind, (index,))
 
     def types(self) -> dict[str, str]:
-        """The type of each leaf by its name."""
+        """Return the type of each leaf by name."""
         return {leaf.name: leaf.kind for leaf in self.leaves()}
 
     def constants_by_path(self) -> dict[tuple[int, ...], object]:
-        """The constants as Triton's compiler takes them."""
+        """Return the constants in the form that Triton's compiler takes."""
         paths = {leaf.name: leaf.path for leaf in self.leaves()}
         return {paths[name]: value for name, value in self.constants}
 
 
 class Leaf(NamedTuple):
-    """A pointer, a number or a constant in the signature of a variant, possibly inside of structs."""
+    """Pointer, number or constant in the signature of a variant, possibly inside structs."""
 
     name: str
     kind: str
-    path: tuple[int, ...]  # the position of its parameter, then its position in each struct around it
+    path: tuple[int, ...]  # position of its parameter, then its position in each enclosing struct
 
 
 def _leaves(name: str, kind: Any, path: tuple[int, ...]) -> Iterator[Leaf]:
@@ -67,19 +67,19 @@ def _leaves(name: str, kind: Any, path: tuple[int, ...]) -> Iterator[Leaf]:
 
 
 def build(kernel: Any, variant: Variant, target: Any, building: Callable[[], object] | None = None) -> Any:
-    """Compile a variant of a JITFunction for Triton's target. Launches and inspections both come here. `building` is
-    called before the work if Triton's cache does not have the result."""
+    """Compile a variant of a JITFunction for Triton's target, for launches and inspections alike. `building` is called
+    first if Triton's cache does not have the result."""
     import triton
 
     source = source_of(kernel, variant, target)
     if building is not None:
         make_ir = source.make_ir
 
-        def first(*args: Any, **kwargs: Any) -> Any:
+        def announced_make_ir(*args: Any, **kwargs: Any) -> Any:
             building()
             return make_ir(*args, **kwargs)
 
-        source.make_ir = first
+        source.make_ir = announced_make_ir
     try:
         return triton.compile(source, target=target, options=options_of(variant))
     except OSError as error:
@@ -87,30 +87,30 @@ def build(kernel: Any, variant: Variant, target: Any, building: Callable[[], obj
         if file not in (cache, *cache.parents) and cache not in file.parents:
             raise
         raise RuntimeError(
-            f"Triton cannot write to its cache {cache}: {error.strerror}. Set TRITON_CACHE_DIR to a directory "
-            f"that can be written; `weft doctor` checks it"
+            f"Triton cannot write to its cache {cache}: {error.strerror}. Set TRITON_CACHE_DIR to a writable directory"
+            f"; `weft doctor` checks it"
         ) from error
 
 
 def build_variant(variant: Variant, target: Any) -> Any:
-    """Compile a variant, whose kernel is found by its name, for Triton's target in this process."""
+    """Compile a variant for Triton's target in this process, looking up its kernel by name."""
     return build(kernel_of(variant), variant, target)
 
 
 def source_of(kernel: Any, variant: Variant, target: Any) -> Any:
-    """What Triton's compiler and launchers take for the source of a kernel: the JITFunction and what is known of it."""
+    """Return the source that Triton's compiler and launchers take: the JITFunction and facts about its arguments."""
     from triton.compiler import ASTSource
 
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for name, kind, path in variant.leaves():
         pointer = kind.startswith("*")
-        known = (
+        facts = (
             [["tt.divisibility", 16]] if (pointer and variant.aligned) or name in variant.divisible else []
         )
         if pointer and variant.small and target.backend == "hip":
-            known.append(["tt.pointer_range", 32])
-        if known:
-            attributes[path] = known
+            facts.append(["tt.pointer_range", 32])
+        if facts:
+            attributes[path] = facts
     return ASTSource(
         fn=kernel, signature=dict(variant.signature), constexprs=variant.constants_by_path(), attrs=attributes
     )
@@ -122,7 +122,7 @@ def options_of(variant: Variant) -> dict[str, Any]:
 
 
 def triton_target(target: str) -> Any:
-    """Triton's own object for a target."""
+    """Return Triton's own object for a target."""
     from triton.backends.compiler import GPUTarget
 
     if target == "cpu":

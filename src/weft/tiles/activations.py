@@ -1,4 +1,4 @@
-"""Activations of gated layers and their slopes, in fp32. `ACT` names one: silu, sigmoid, gelu, gelu_tanh, relu, relu2.
+"""Activations and their slopes in fp32. `ACT` names one: silu, sigmoid, gelu, gelu_tanh, relu, relu2.
 
 `alpha` is the steepness of the sigmoid in silu and sigmoid; the others do not read it.
 """
@@ -13,8 +13,8 @@ def _sigmoid(z):
 
 @triton.jit
 def _exp_of_half_square(x):
-    """exp(-x^2 / 2) for x in [0, 15]. Rounding an exponent of 100 to fp32 would change the result by 4e-6 of itself, so
-    the rounding error of the exponent is computed and multiplied back as a factor."""
+    """Return exp(-x^2 / 2) for x in [0, 15]. Rounding an exponent of 100 to fp32 would cause a relative error of 4e-6,
+    so the rounding error of the exponent is computed and multiplied back as a factor."""
     square = x * x
     square_low = tl.fma(x, x, -square)
     exponent = square * 0.7213475108146667  # log2(e) / 2 in fp32, which is 9.6e-9 too small
@@ -26,12 +26,12 @@ def _exp_of_half_square(x):
 
 @triton.jit
 def _normal_cdf(a):
-    """(Phi(a), exp(-a^2 / 2)). Where a is negative Phi keeps its digits, which (1 + erf) / 2 does not: in fp32 that is
-    0 from -5.6 on, where a Phi(a) is -6e-8. Triton has no erfc.
+    """Return (Phi(a), exp(-a^2 / 2)). Phi keeps its relative precision at negative a, unlike (1 + erf) / 2, which in
+    fp32 is 0 below -5.6, where a Phi(a) is -6e-8. Triton has no erfc.
 
     For x >= 0, Phi(-x) = exp(-x^2 / 2) m(x). m falls slowly, from 1/2 towards 0.4 / x; it is t times a polynomial of
-    degree 8 in t = 1 / (1 + 0.35 x), fitted on [0, 15] to a relative error of 3.2e-8. The relative error of a Phi(a) as
-    measured on the CPU, from the smallest normal number of fp32 up, is below 9e-7, and below 4.5e-7 for a > -10.
+    degree 8 in t = 1 / (1 + 0.35 x), fitted on [0, 15] to a relative error of 3.2e-8. The relative error of a Phi(a),
+    measured on the CPU down to the smallest normal fp32 number, is below 9e-7, and below 4.5e-7 for a > -10.
     """
     x = tl.minimum(tl.abs(a), 15.0)  # Phi(-15) = 4e-51 is 0 in fp32, and the square of 15 does not overflow
     power = _exp_of_half_square(x)
@@ -49,19 +49,19 @@ def _normal_cdf(a):
 
 @triton.jit
 def _tanh_gate(a):
-    """(1 + tanh(u)) / 2 with u = sqrt(2 / pi) (a + 0.044715 a^3), which is sigmoid(2u)."""
+    """Return (1 + tanh(u)) / 2 = sigmoid(2u) with u = sqrt(2 / pi) (a + 0.044715 a^3)."""
     return _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
 
 
 @triton.jit
 def _positive(a):
-    """max(a, 0) that keeps NaN."""
+    """Return max(a, 0), or NaN for NaN."""
     return tl.where(a <= 0.0, 0.0, a)
 
 
 @triton.jit
 def activate(a, alpha, ACT: tl.constexpr):
-    """f(a) of a tile."""
+    """Return f(a) of a tile."""
     if ACT == "silu":
         return a * _sigmoid(alpha * a)
     elif ACT == "sigmoid":
@@ -80,13 +80,13 @@ def activate(a, alpha, ACT: tl.constexpr):
 
 @triton.jit
 def activate_with_slope(a, alpha, ACT: tl.constexpr):
-    """(f(a), f'(a)) of a tile."""
+    """Return (f(a), f'(a)) of a tile."""
     if ACT == "silu":
         s = _sigmoid(alpha * a)
         return a * s, s * (1.0 + alpha * a * (1.0 - s))
     elif ACT == "sigmoid":
         s = _sigmoid(alpha * a)
-        return s, alpha * s * _sigmoid(-alpha * a)  # 1 - s, with all its digits
+        return s, alpha * s * _sigmoid(-alpha * a)  # sigmoid(-z) is 1 - s without cancellation
     elif ACT == "gelu":
         cdf, power = _normal_cdf(a)
         return a * cdf, cdf + (0.3989422804014327 * a) * power

@@ -1,4 +1,4 @@
-"""A tile of fp32 numbers to codes and scales, for the row-wise and for the column-wise copy."""
+"""Quantization of a tile of fp32 elements to codes and scales, row-wise and column-wise."""
 
 from ..language import tl, triton
 from .numbers import encode, encode_stochastic
@@ -8,7 +8,7 @@ from .scales import fp32_scale, mx_scale, nvfp4_scale, scaled
 
 @triton.jit
 def block_scale(largest, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
-    """(scale as stored, factor) of blocks whose amax is `largest`. Only nvfp4 reads `tensor_amax`, a scalar."""
+    """Return (stored scale, factor) of blocks with the amax `largest`. Only nvfp4 reads `tensor_amax`, a scalar."""
     if FORMAT.block == "mx":
         return mx_scale(largest, FORMAT)
     elif FORMAT.stored.block == "nvfp4":
@@ -19,7 +19,7 @@ def block_scale(largest, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.conste
 
 @triton.jit
 def round_to(x, random, FORMAT: tl.constexpr, CAST: tl.constexpr):
-    """Codes of x, rounded to nearest, or stochastically by `random`, a uint32 for each element."""
+    """Encode x, rounded to nearest, or stochastically by `random`, one uint32 per element."""
     if random is None:
         return encode(x, FORMAT, CAST)
     else:
@@ -28,7 +28,7 @@ def round_to(x, random, FORMAT: tl.constexpr, CAST: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, random, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr):
-    """x [R, C] in groups of G along its rows -> codes [R, C], scales [R, C // G]."""
+    """Quantize x [R, C] in groups of G along its rows; return codes [R, C] and scales [R, C // G]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     G: tl.constexpr = FORMAT.group
@@ -42,7 +42,7 @@ def quantize_rows(x, random, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.co
 def quantize_columns(
     x, random, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr
 ):
-    """x [R, C] in groups of G along its columns -> codes [R, C], scales [R // G, C]; not transposed yet."""
+    """Quantize x [R, C] in groups of G along its columns; return codes [R, C], untransposed, and scales [R // G, C]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     G: tl.constexpr = FORMAT.group
@@ -56,12 +56,12 @@ def quantize_columns(
 def quantize_squares(
     x, random, tensor_amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr
 ):
-    """x [R, C] in squares of S x S -> codes [R, C], scales [R // S, C // S]."""
+    """Quantize x [R, C] in squares of S x S; return codes [R, C] and scales [R // S, C // S]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     S: tl.constexpr = FORMAT.square
-    of_columns = amax(tl.reshape(x, (R // S, S, C)), axis=1)  # [R // S, C]
-    largest = amax(tl.reshape(of_columns, (R // S, C // S, S)), axis=2)  # [R // S, C // S]
+    column_amax = amax(tl.reshape(x, (R // S, S, C)), axis=1)  # [R // S, C]
+    largest = amax(tl.reshape(column_amax, (R // S, C // S, S)), axis=2)  # [R // S, C // S]
     scale, factor = block_scale(largest, tensor_amax, INPUT_MAX, FORMAT)
     groups = tl.reshape(x, (R, C // S, S))
     codes = round_to(scaled(groups, repeat_rows(factor, S)[:, :, None], FORMAT), random, FORMAT, CAST)
@@ -70,7 +70,7 @@ def quantize_squares(
 
 @triton.jit
 def repeat_rows(x, TIMES: tl.constexpr):
-    """[R, C] -> [R * TIMES, C], each row TIMES times."""
+    """Repeat each row of [R, C] TIMES times: [R * TIMES, C]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[:, None, :], (R, TIMES, C)), (R * TIMES, C))

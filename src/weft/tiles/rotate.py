@@ -1,19 +1,19 @@
-"""Rotations of pairs, and the cosine and sine of an angle that is an exact fraction of a turn."""
+"""Rotations of pairs, and cosine and sine of angles given as exact fractions of a turn."""
 
 from ..language import tl, triton
 
 
 @triton.jit
 def rotate(a, b, cos, sin):
-    """Each pair (a, b) turned by its angle."""
+    """Rotate each pair (a, b) by its angle."""
     return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
 def cos_sin(turns):
-    """(cos, sin) in fp32 of angles, int64 [...] in units of 2^-64 of a turn, which leaves no room for whole turns.
+    """Return (cos, sin) in fp32 of angles, int64 [...] in units of 2^-64 of a turn; whole turns wrap around.
 
-    The nearest quarter is split off in integers, which is exact. What is left, an eighth of a turn at most, is rounded
+    The nearest quarter turn is split off in integers, which is exact. The rest, at most an eighth of a turn, is rounded
     once to fp32 and goes into two Taylor polynomials whose next terms are below 2^-29.
     """
     quarter = (turns + 2305843009213693952) >> 62  # + 2^61
@@ -24,8 +24,8 @@ def cos_sin(turns):
     s = r * 6.2831854820251465 + r * s
     c = -85.45681720669371 + t * (60.24464137187664 + t * -26.426256783374388)
     c = 1.0 + t * (-19.739208802178716 + t * (64.93939402266828 + t * c))
-    crosswise = (quarter & 1) != 0
-    cos = tl.where(crosswise, s, c)
-    sin = tl.where(crosswise, c, s)
+    swapped = (quarter & 1) != 0
+    cos = tl.where(swapped, s, c)
+    sin = tl.where(swapped, c, s)
     cos = tl.where(((quarter + 1) & 2) != 0, -cos, cos)
     return cos, tl.where((quarter & 2) != 0, -sin, sin)

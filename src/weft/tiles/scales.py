@@ -1,7 +1,7 @@
-"""From the largest |x| of a block to its scale, in each convention's own arithmetic.
+"""Scales of blocks from their amax, in the exact arithmetic of each convention.
 
 Every operation is one IEEE fp32 operation (`div_rn`: Triton's `/` is an approximation on NVIDIA). The conventions
-are the table of `weft.quant.formats`.
+are those of the table in `weft.quant.formats`.
 """
 
 from ..language import tl, triton
@@ -10,14 +10,14 @@ from .numbers import decode_e4m3, encode_e4m3
 
 @triton.jit
 def fp32_scale(amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
-    """amax fp32 [...] -> (d, factor), both fp32 [...]; `scaled(x, factor)` is what gets rounded."""
+    """Return (scale d, factor), fp32 [...], from amax fp32 [...]; `scaled(x, factor)` is then rounded to a code."""
     amax = tl.where(amax < FORMAT.rule.amax_floor, FORMAT.rule.amax_floor, amax)
     if FORMAT.rule.scale == "1 / (max / amax)":
         factor = tl.div_rn(tl.full(amax.shape, FORMAT.number.max, tl.float32), amax)
         if FORMAT.rule.name == "te":
-            usual = (amax > 0.0) & (amax < float("inf"))
+            regular = (amax > 0.0) & (amax < float("inf"))
             factor = tl.where(factor == float("inf"), INPUT_MAX, factor)
-            factor = tl.where(usual, factor, 1.0)
+            factor = tl.where(regular, factor, 1.0)
         if FORMAT.power_of_two:
             factor = power_of_two_below(factor)
         return reciprocal(factor), factor
@@ -38,7 +38,7 @@ def fp32_scale(amax, INPUT_MAX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def given_scale(scale, FORMAT: tl.constexpr):
-    """The factor for a stored scale that was given by the caller."""
+    """Return the factor for a stored scale that the caller passed."""
     if FORMAT.rule.data == "x / d":
         return scale
     else:
@@ -47,7 +47,7 @@ def given_scale(scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def scaled(x, factor, FORMAT: tl.constexpr):
-    """x brought to the range of the elements. `factor` broadcasts."""
+    """Scale x to the range of the codes. `factor` broadcasts."""
     if FORMAT.rule.data == "x / d":
         x, factor = tl.broadcast(x, factor)
         return tl.div_rn(x, factor)
@@ -57,7 +57,7 @@ def scaled(x, factor, FORMAT: tl.constexpr):
 
 @triton.jit
 def mx_scale(amax, FORMAT: tl.constexpr):
-    """amax fp32 [...] -> (e8m0 code uint8, factor fp32)."""
+    """Return (e8m0 code uint8, factor fp32) from amax fp32 [...]."""
     if FORMAT.rule.name == "deepgemm":
         amax = tl.where(amax < FORMAT.rule.amax_floor, FORMAT.rule.amax_floor, amax)
         scale = power_of_two_above(tl.div_rn(amax, tl.full(amax.shape, FORMAT.number.max, tl.float32)))
@@ -76,7 +76,7 @@ def mx_scale(amax, FORMAT: tl.constexpr):
 
 @triton.jit
 def nvfp4_global(amax, FORMAT: tl.constexpr):
-    """The tensor's amax, a scalar -> its decode scale g, as stored."""
+    """Return the stored decode scale g from the tensor's amax, a scalar."""
     if FORMAT.rule.name == "te":
         return tl.div_rn(1.0, _nvfp4_encode(amax))
     else:
@@ -85,14 +85,14 @@ def nvfp4_global(amax, FORMAT: tl.constexpr):
 
 @triton.jit
 def _nvfp4_encode(amax):
-    """TransformerEngine's S: 2688 = 448 * 6 over the tensor's amax, 1 where amax is 0 or infinite."""
+    """Return TransformerEngine's S: 2688 = 448 * 6 over the tensor's amax, or 1 if amax is 0 or infinite."""
     scale = at_most(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
     return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
 
 @triton.jit
 def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
-    """amax fp32 [...] of blocks and the tensor's -> (e4m3 code uint8 [...], factor fp32 [...])."""
+    """Return (e4m3 code uint8 [...], factor fp32 [...]) from the amax of blocks and of the tensor."""
     LARGEST: tl.constexpr = 3.4028234663852886e38
     if FORMAT.rule.name == "te":
         encode = _nvfp4_encode(tensor_amax)
@@ -109,13 +109,13 @@ def nvfp4_scale(amax, tensor_amax, FORMAT: tl.constexpr):
 
 @triton.jit
 def at_least(x, limit):
-    """max(x, limit) that keeps NaN."""
+    """Return max(x, limit), or NaN for NaN."""
     return tl.where(x < limit, limit, x)
 
 
 @triton.jit
 def at_most(x, limit):
-    """min(x, limit) that keeps NaN."""
+    """Return min(x, limit), or NaN for NaN."""
     return tl.where(x > limit, limit, x)
 
 
@@ -126,8 +126,8 @@ def reciprocal(x):
 
 @triton.jit
 def power_of_two_above(x):
-    """The smallest power of two that is not below x > 0, from x's exponent bits, limited to 2^-126 ... 2^127; inf and
-    NaN give 2^127."""
+    """Return the smallest power of two >= x > 0, from x's exponent bits, clamped to 2^-126 ... 2^127; inf and NaN give
+    2^127."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) & 0xFF) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
     return (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
@@ -135,7 +135,7 @@ def power_of_two_above(x):
 
 @triton.jit
 def power_of_two_below(x):
-    """The largest power of two that is not above x >= 0: its mantissa cleared. Keeps 0, inf and NaN."""
+    """Return the largest power of two <= x >= 0 by clearing the mantissa. Keeps 0, inf and NaN."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, bits, bits & 0x7F800000)
     return bits.to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """Products of fp32 tiles on units that multiply bf16.
 
 A product of two bf16 numbers is exact in fp32. An fp32 number is the exact sum of three bf16 numbers, so a product
-with it is a sum of products of parts, each exact; only the additions round. For two fp32 numbers, six of the nine
-products are computed: those left out are smaller than 2^-25 of the whole.
+with it is a sum of exact products of its parts; only the additions round. For two fp32 numbers, six of the nine
+products are computed: the others are smaller than 2^-25 of the result.
 """
 
 from ..language import tl, triton
@@ -12,24 +12,24 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def _nearest(x):
-    """The nearest finite bf16 to x, in fp32. What a number too large for bf16 (infinity is one) has beyond that is left
-    to the next part. NaN makes every remainder NaN."""
+    """Return the finite bf16 nearest to x, as fp32. The excess of an x too large for bf16 (such as infinity) is left to
+    the next part. NaN makes every remainder NaN."""
     return tl.minimum(tl.maximum(x, -BF16_MAX), BF16_MAX).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def split_once(x):
-    """(nearest bf16 to an fp32 x, the remainder)."""
+    """Return (the bf16 nearest to an fp32 x, the remainder)."""
     part = _nearest(x)
     return part.to(tl.bfloat16), x - part
 
 
 @triton.jit
 def dot_fp32(a, b, SPLIT: tl.constexpr):
-    """a [M, K] @ b [K, N] with the accuracy of fp32. Operands are bf16, fp16 or fp32.
+    """Compute a [M, K] @ b [K, N] with the accuracy of fp32. Operands are bf16, fp16 or fp32.
 
     With SPLIT the result is a sum of products of bf16 parts, the smallest first, so that only the last addition rounds
-    at full size. Without it, it is computed by fp32 multiply-adds. Two parts hold the eleven bits of fp16, three the 24
+    at full size; otherwise it is computed by fp32 multiply-adds. Two parts hold the 11 bits of fp16, three the 24
     of fp32.
     """
     A_WHOLE: tl.constexpr = a.dtype == tl.bfloat16

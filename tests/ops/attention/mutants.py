@@ -1,4 +1,4 @@
-"""The ways in which the kernels of attention are broken; the lines are those of `mutants`."""
+"""Mutants of the attention kernels, in the format of `tests.ops.norm.mutants`."""
 
 # ruff: noqa: E501
 
@@ -17,18 +17,18 @@ CAUSAL, LOWER, UPPER, FEWER_KEYS = (
     for case in ("100-100-lower_right", "37-129-lower_right", "37-129-upper_left", "129-37-lower_right")
 )
 WINDOW, LEFT = f"{R}test_windows[window2]", f"{R}test_windows[window4]"  # (16, 3) and (7, None)
-VAIN, VAIN_WINDOW = (f"{R}test_no_work_is_done_twice_or_in_vain[{mask}]" for mask in ("causal", "window"))
-PACKED = f"{R}test_packed_sequences_are_sequences[dtype0]"
+VAIN, VAIN_WINDOW = (f"{R}test_flops_match_the_visible_blocks[{mask}]" for mask in ("causal", "window"))
+PACKED = f"{R}test_packed_sequences_match_separate_ones[dtype0]"
 EMPTY = f"{R}test_sequences_without_queries_or_keys"  # with sinks and pads
 HIDDEN, HIDDEN_CAUSAL = (f"{R}test_kv_lengths_hide_keys[options{i}]" for i in range(2))
-NOTHING = f"{R}test_rows_that_see_nothing"
+NOTHING = f"{R}test_rows_without_keys_give_zeros"
 SINKS = f"{R}test_sinks_that_are_infinite"
 SOFTCAP = f"{R}test_softcap"
-LARGEST = f"{R}test_the_largest_score"
+LARGEST = f"{R}test_return_max"
 GROUPS = f"{R}test_groups_of_heads[5]"  # in bf16
 PIECES, PART = (f"{R}test_widths_of_heads[{dims}]" for dims in ("64-192", "33-17"))
 BATCH = f"{R}test_batch_heads_and_masked_keys_change_no_bit"
-CODES = f"{R}test_quantised_results_are_those_of_quantize[128-1x128]"
+CODES = f"{R}test_quantized_results_equal_quantize[128-1x128]"
 
 AT = "(sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row"
 MASKED = "if (start < all_begin) | (start + N > all_end):"
@@ -41,7 +41,7 @@ VALUES, VALUES_24, VALUES_192 = (
 )
 SEQUENCES, RAISED = (
     f"{E}test_values_of_sequences",
-    f"{E}test_weights_are_rounded_once_after_they_are_raised[8]",
+    f"{E}test_weights_are_scaled_before_they_are_rounded[8]",
 )
 DECODE = "ops/attention/decode/kernels.py"
 PLANS = "ops/attention/decode/launch.py"
@@ -50,7 +50,9 @@ PLAIN_CACHE, TOKEN, PER_HEAD, PER_TENSOR, INT8 = (
     f"{D}test_caches[{coded}]" for coded in ("plain", "e4m3-token", "e4m3-head", "e4m3-tensor", "int8-token")
 )
 DECODE_WINDOW, DECODE_WINDOW_1 = f"{D}test_windows[70]", f"{D}test_windows[1]"
-WIDE_WINDOW = f"{D}test_windows[300]"  # wider than a block of keys, so that some block has its begin alone
+WIDE_WINDOW = (
+    f"{D}test_windows[300]"  # wider than a tile of keys, so that one tile contains only its beginning
+)
 SMALL_PAGES, LARGE_PAGES = f"{D}test_pages_of_any_size[24]", f"{D}test_pages_of_any_size[256]"
 SEVERAL, LATENT, TWO_PIECES = (
     f"{D}test_groups_of_heads[8-1-7]",
@@ -72,28 +74,28 @@ SHORT = f"{D}test_more_queries_than_tokens"
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "attention_kernel": [
-        ("scales of queries left out", "attention_kernel", "products.to(tl.float32) * row_scale[:, None]", "products.to(tl.float32)", (EIGHT_BITS,)),
-        ("scales of keys left out", "attention_kernel", "row_scale[:, None] * own[None, :]", "row_scale[:, None]", (EIGHT_BITS,)),
-        ("weights not raised", "attention_kernel", "reference - LOG_RAISED", "reference - 0.0 * LOG_RAISED", (RAISED,)),
-        ("sink not raised", "attention_kernel", "total *= RAISED", "total *= 1.0", (VALUES_192,)),
-        ("total stays raised", "attention_kernel", "total *= 1.0 / RAISED", "total *= 1.0", (VALUES_192,)),
-        ("scales of values left out", "attention_kernel", "out = times_columns(out, value_codes.scale + scale_row * V.numbers, V)", "out = times(out, 1.0)", (VALUES,)),
+        ("scales of queries left out", "attention_kernel", "qk.to(tl.float32) * row_scale[:, None]", "qk.to(tl.float32)", (EIGHT_BITS,)),
+        ("scales of keys left out", "attention_kernel", "row_scale[:, None] * col_scale[None, :]", "row_scale[:, None]", (EIGHT_BITS,)),
+        ("weights not scaled", "attention_kernel", "m_safe - LOG2_P_SCALE", "m_safe - 0.0 * LOG2_P_SCALE", (RAISED,)),
+        ("sink not scaled", "attention_kernel", "l_i *= P_SCALE", "l_i *= 1.0", (VALUES_192,)),
+        ("sum stays scaled", "attention_kernel", "l_i *= 1.0 / P_SCALE", "l_i *= 1.0", (VALUES_192,)),
+        ("scales of values left out", "attention_kernel", "out = times_columns(out, value_codes.scale + scale_row * V.dim, V)", "out = times(out, 1.0)", (VALUES,)),
         ("scales of values of the first head", "attention_kernel", "(heads.q // heads.group) + key_head", "(heads.q // heads.group) + key_head * 0", (VALUES,)),
         ("scales of values of the first sequence", "attention_kernel", "scale_row = sequence.number *", "scale_row = 0 * sequence.number *", (SEQUENCES,)),
         ("codes of values of the first sample", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.k_start", (SEQUENCES,)),
         ("codes of values of the first packed sequence", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.batch * lengths.k", (SEQUENCES,)),
         ("last codes of values left out", f"{TILES}:_columns_of", "tl.cdiv(limit, ALIGN) * ALIGN", "limit // ALIGN * ALIGN", (VALUES,)),
-        ("first piece of codes twice", f"{TILES}:load_turned", "ROWS, FIRST, SECOND, WIDTH", "ROWS, 0, SECOND, WIDTH", (VALUES_192,)),
+        ("first piece of codes twice", f"{TILES}:load_transposed", "ROWS, FIRST, SECOND, WIDTH", "ROWS, 0, SECOND, WIDTH", (VALUES_192,)),
         ("first piece of scales twice", f"{TILES}:times_columns", "number = FIRST + tl.arange(0, SECOND)", "number = tl.arange(0, SECOND)", (VALUES_192,)),
-        ("weighted codes of the last block alone", f"{TILES}:add_product", "return plus(total, more)", "return more", (VALUES,)),
+        ("weighted codes of the last block alone", f"{TILES}:add_product", "return plus(total, product)", "return product", (VALUES,)),
         ("scales of the first sequence", "_scales", "(start + row) * place.at.token", "row * place.at.token", (EIGHT_BITS_PACKED,)),
-        ("sums not rescaled", "attention_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (CAUSAL,)),
-        ("total not rescaled", "attention_kernel", "total = total * fade + tl.sum(p, axis=1)", "total = total + tl.sum(p, axis=1)", (CAUSAL,)),
+        ("sums not rescaled", "attention_kernel", "times(acc, alpha[:, None])", "times(acc, 1.0 + 0.0 * alpha[:, None])", (CAUSAL,)),
+        ("total not rescaled", "attention_kernel", "l_i = l_i * alpha + tl.sum(p, axis=1)", "l_i = l_i + tl.sum(p, axis=1)", (CAUSAL,)),
         ("rounded weights summed", "attention_kernel", "tl.sum(p, axis=1)", "tl.sum(p.to(value.ptr.dtype.element_ty).to(tl.float32), axis=1)", (GROUPS,)),
-        ("largest of the last block alone", "attention_kernel", "joined = tl.maximum(largest, highest)", "joined = tl.maximum(highest, highest)", (LOWER,)),
-        ("a row that has seen nothing against -inf", "attention_kernel", "tl.where(joined == MINUS_INFINITY, 0.0, joined)", "joined", (NOTHING,)),
-        ("0 / 0 where nothing is seen", "attention_kernel", "1.0 / tl.where(empty, 1.0, total)", "1.0 / total", (NOTHING,)),
-        ("lse in base 2", "attention_kernel", "(largest + tl.log2(total)) * LN2", "(largest + tl.log2(total))", (CAUSAL,)),
+        ("largest of the last block alone", "attention_kernel", "m_new = tl.maximum(m_i, row_max)", "m_new = tl.maximum(row_max, row_max)", (LOWER,)),
+        ("a row that has seen nothing against -inf", "attention_kernel", "tl.where(m_new == MINUS_INFINITY, 0.0, m_new)", "m_new", (NOTHING,)),
+        ("0 / 0 where nothing is seen", "attention_kernel", "1.0 / tl.where(empty, 1.0, l_i)", "1.0 / l_i", (NOTHING,)),
+        ("lse in base 2", "attention_kernel", "(m_i + tl.log2(l_i)) * LN2", "(m_i + tl.log2(l_i))", (CAUSAL,)),
         ("lse at the first sequence's place", "attention_kernel", "(sequence.batch * heads.q + head)", "(sequence.batch * 0 + head)", (HIDDEN_CAUSAL,)),
         ("aligned to the upper left", f"{WHERE}:sequence_at", "(k - q) * band.lower", "(k - q) * (band.lower * 0)", (LOWER,)),
         ("aligned to the lower right", f"{WHERE}:sequence_at", "(k - q) * band.lower", "(k - q) * (band.lower * 0 + 1)", (UPPER,)),
@@ -109,7 +111,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("the first of kv_lengths for all", f"{WHERE}:_used", "lengths.kv_lengths + number", "lengths.kv_lengths + number * 0", (HIDDEN,)),
         ("kv_lengths in 32 bits", f"{WHERE}:_used", "length = tl.load(lengths.kv_lengths + number).to(tl.int64)", "length = tl.load(lengths.kv_lengths + number).to(tl.int32).to(tl.int64)", (f"{I}test_kv_lengths_out_of_range[dtype1]",)),
         ("more keys than there are", f"{WHERE}:_used", "length <= keys", "length == length", (f"{I}test_kv_lengths_out_of_range[dtype0]",)),
-        ("pads see the last sequence", f"{WHERE}:sequence_at", "tl.where(known, q, 0), tl.where(known, keys, 0)", "tl.where(known, q, q), tl.where(known, keys, keys)", (PACKED,)),
+        ("pads see the last sequence", f"{WHERE}:sequence_at", "tl.where(in_sequence, q, 0), tl.where(in_sequence, keys, 0)", "tl.where(in_sequence, q, q), tl.where(in_sequence, keys, keys)", (PACKED,)),
         ("starts beyond the tokens", f"{WHERE}:_clamped", "tl.minimum(tl.maximum(start.to(tl.int64), 0), tokens)", "tl.maximum(start.to(tl.int64), 0)", ANY_STARTS),
         ("keys beyond the tokens", f"{WHERE}:_count", "tl.minimum(tl.maximum(_clamped(end, tokens) - begin, 0), tokens - begin)", "tl.maximum(end.to(tl.int64) - begin, 0)", ANY_STARTS),
         ("starts of the keys that descend", f"{WHERE}:_span", "begin = tl.maximum(begin, tl.max(_clamped(start, tokens), axis=0))", "begin = tl.max(tl.where(index == number, _clamped(start, tokens), 0), axis=0)", ANY_STARTS),
@@ -117,10 +119,10 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("a sequence out of range looks right", f"{WHERE}:or_nan", "tl.where(sequence.sound, x, float(\"nan\"))", "tl.where(sequence.sound, x, x)", (UNSOUND,)),
         ("starts of the keys out of range look right", f"{WHERE}:_span", "(start == begin) & (end == begin + count)", "start == start", ANY_STARTS),
         ("starts of the queries out of range look right", f"{WHERE}:_tile_span", "sound = (start == begin) & (end == begin + count)", "sound = start == start", ANY_STARTS),
-        ("largest score of a sequence out of range", "attention_kernel", "highest = or_nan(tl.max(seen, axis=0) * LN2, sequence, lengths)", "highest = tl.max(seen, axis=0) * LN2", (UNSOUND,)),
-        ("tokens before the first sequence are its own", f"{WHERE}:sequence_at", "known = (number >= 0) & (number < lengths.number)", "known = number < lengths.number", (EARLY,)),
+        ("largest score of a sequence out of range", "attention_kernel", "row_max = or_nan(tl.max(seen, axis=0) * LN2, sequence, lengths)", "row_max = tl.max(seen, axis=0) * LN2", (UNSOUND,)),
+        ("tokens before the first sequence are its own", f"{WHERE}:sequence_at", "in_sequence = (number >= 0) & (number < lengths.number)", "in_sequence = number < lengths.number", (EARLY,)),
         ("a NaN sink swallowed", "attention_kernel", "tl.where(sink == sink, 1.0, sink)", "tl.where(sink == sink, 1.0, 1.0)", (NAN_SINK,)),
-        ("pads see a NaN sink", "attention_kernel", "total += tl.where(row < sequence.q, weight, 0.0)", "total += weight", (NAN_SINK,)),
+        ("pads see a NaN sink", "attention_kernel", "l_i += tl.where(row < sequence.q, weight, 0.0)", "l_i += weight", (NAN_SINK,)),
         ("pads see an infinite sink", "attention_kernel", "(row < sequence.q) & (sink == float(\"inf\"))", "sink == float(\"inf\")", (f"{R}test_pads_see_no_sink",)),
         ("keys of the sequence before", f"{WHERE}:sequence_at", "_span(number, lengths.k_starts, lengths.k)", "_span(tl.maximum(number - 1, 0), lengths.k_starts, lengths.k)", (PACKED,)),
         ("sink without weight", "attention_kernel", "weight = tl.where(sink == MINUS_INFINITY, 0.0, ", "weight = 0.0 * tl.where(sink == MINUS_INFINITY, 0.0, ", (SINKS,)),
@@ -130,34 +132,34 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("sink of the first head", "attention_kernel", "sinks_ptr + head", "sinks_ptr + head * 0", (SINKS,)),
         ("softcap of what is not scaled", f"{TILES}:capped", "scores.scale / scores.softcap", "1.0 / scores.softcap", (SOFTCAP,)),
         ("tanh times the scale", f"{TILES}:factor_of", "return scores.softcap * LOG2E", "return scores.scale * LOG2E", (SOFTCAP,)),
-        ("largest score of the last block alone", "attention_kernel", "top = tl.maximum(top, highest)", "top = tl.maximum(highest, highest)", (LARGEST,)),
-        ("largest score of rows that do not exist", "attention_kernel", "tl.where(row < limit, top, MINUS_INFINITY)", "top", (LARGEST,)),
+        ("largest score of the last block alone", "attention_kernel", "tile_max = tl.maximum(tile_max, row_max)", "tile_max = tl.maximum(row_max, row_max)", (LARGEST,)),
+        ("largest score of rows that do not exist", "attention_kernel", "tl.where(row < limit, tile_max, MINUS_INFINITY)", "tile_max", (LARGEST,)),
         ("heads of keys one after another", "attention_kernel", "key_head = head // heads.group", "key_head = head % (heads.q // heads.group)", (GROUPS,)),
         ("first piece of scores left out", f"{TILES}:across", "total = dot(a.second, tl.trans(b.second), total)", "total = dot(a.second, tl.trans(b.second), None)", (PART, f"{R}test_widths_of_heads[192-128]")),
-        ("a number past the width", f"{TILES}:addresses", "(number < WIDTH.numbers)", "(number <= WIDTH.numbers)", (PART,)),
-        ("all heads in the first one's columns", "attention_kernel", "head * V.numbers,", "head * 0,", (CODES,)),
+        ("a number past the width", f"{TILES}:addresses", "(number < WIDTH.dim)", "(number <= WIDTH.dim)", (PART,)),
+        ("all heads in the first one's columns", "attention_kernel", "head * V.dim,", "head * 0,", (CODES,)),
         ("codes of what is not rounded", "attention_kernel", "rounded(out.first, y.ptr).to(tl.float32)", "out.first", (CODES,)),
     ],
     "value_kernel": [
-        ("scales of the first head", "value_kernel", "(number * key_heads + key_head) * V.numbers", "(number * key_heads) * V.numbers", (VALUES,)),
-        ("scales of the first sequence", "value_kernel", "(number * key_heads + key_head) * V.numbers", "key_head * V.numbers", (SEQUENCES,)),
-        ("largest of the last keys alone", "value_kernel", "larger(largest, amax(", "larger(largest * 0.0, amax(", (VALUES,)),
+        ("scales of the first head", "value_kernel", "(number * key_heads + key_head) * V.dim", "(number * key_heads) * V.dim", (VALUES,)),
+        ("scales of the first sequence", "value_kernel", "(number * key_heads + key_head) * V.dim", "key_head * V.dim", (SEQUENCES,)),
+        ("largest of the last keys alone", "value_kernel", "larger(v_amax, amax(", "larger(v_amax * 0.0, amax(", (VALUES,)),
         ("kv_lengths ignored", f"{WHERE}:_used", "tl.minimum(tl.maximum(length, 0), keys)", "tl.maximum(tl.maximum(length, 0), keys)", (SEQUENCES,)),
         ("the first of kv_lengths for all", f"{WHERE}:_used", "lengths.kv_lengths + number", "lengths.kv_lengths + number * 0", (SEQUENCES,)),
         ("values that no query sees", "value_kernel", "keys_seen(sequence, band, sequence.q, TILE.banded)", "keys_seen(sequence, band, sequence.q, False)", (UNSEEN,)),
-        ("values before those that are seen", "_within", "(row >= begin) & (row < end)", "row < end", (UNSEEN,)),
+        ("values before those that are seen", "_in_range", "(row >= begin) & (row < end)", "row < end", (UNSEEN,)),
         ("codes of overlapping sequences", f"{WHERE}:_span", "begin = tl.maximum(begin, tl.max(_clamped(start, tokens), axis=0))", "begin = tl.max(tl.where(index == number, _clamped(start, tokens), 0), axis=0)", (f"{I}test_starts_lead_to_no_other_codes_of_values",)),
         ("values of the first sample", "value_kernel", "_base(value, batch, start", "_base(value, batch * 0, start", (SEQUENCES,)),
         ("values of the first packed sequence", "value_kernel", "_base(value, batch, start", "_base(value, batch, start * 0", (SEQUENCES,)),
         ("last keys left out", "value_kernel", "for first in range(0, end, N)", "for first in range(0, end - N, N)", (VALUES,)),
         ("nothing after the last key", "value_kernel", "tl.maximum(tl.minimum(tl.cdiv(sequence.k, COLUMNS), room), 0).to(tl.int32) * COLUMNS", "sequence.k", (SEQUENCES,)),
         ("every part the first", "value_kernel", "lane = part * M", "lane = part * 0", (VALUES_192,)),
-        ("a number past the width", "value_kernel", "exists = lane < V.numbers", "exists = lane <= V.numbers", (SEQUENCES, VALUES_24)),
+        ("a number past the width", "value_kernel", "exists = lane < V.dim", "exists = lane <= V.dim", (SEQUENCES, VALUES_24)),
         ("codes of what is not scaled", "value_kernel", "encode(scaled(x, factor[None, :], FORMAT)", "encode(scaled(x, 1.0 + 0.0 * factor[None, :], FORMAT)", (VALUES,)),
         ("the factor for the scale", "value_kernel", "+ lane, scale, mask=exists)", "+ lane, factor, mask=exists)", (VALUES,)),
-        ("sequences without room between them", "_turned", "(token // COLUMNS + number) * COLUMNS", "(token // COLUMNS) * COLUMNS", (SEQUENCES,)),
+        ("sequences without room between them", "_codes_ptr", "(token // COLUMNS + number) * COLUMNS", "(token // COLUMNS) * COLUMNS", (SEQUENCES,)),
         ("codes of all samples in one place", "value_kernel", "token = batch * lengths.k + start", "token = start", (SEQUENCES,)),
-        ("heads in one another's rows", "_turned", "key_head.to(tl.int64) * V.numbers *", "key_head.to(tl.int64) * (V.numbers - 1) *", (VALUES,)),
+        ("heads in one another's rows", "_codes_ptr", "key_head.to(tl.int64) * V.dim *", "key_head.to(tl.int64) * (V.dim - 1) *", (VALUES,)),
         ("too few columns", f"{LAUNCH}:Counts.value_columns", "+ (sequences or self.batch)", "+ 0 * (sequences or self.batch)", (SEQUENCES,)),
     ],
     "delta_kernel": [
@@ -169,7 +171,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("result of another head", "delta_kernel", "_base(y, batch, 0, head, ALIGN)", "_base(y, batch, 0, head // heads.group, ALIGN)", (CAUSAL,)),
         ("gradient of the first sequence", "delta_kernel", "_base(dy, batch, 0, head, ALIGN)", "_base(dy, batch * 0, 0, head, ALIGN)", (BATCH,)),
         ("delta at the first sequence's place", "delta_kernel", "(batch * heads.q + head) * lengths.q", "(batch * 0 + head) * lengths.q", (HIDDEN_CAUSAL,)),
-        ("gradient of sinks with the wrong sign", "delta_kernel", "-tl.sum(lost, axis=0)", "tl.sum(lost, axis=0)", (SINKS,)),
+        ("gradient of sinks with the wrong sign", "delta_kernel", "-tl.sum(dsink, axis=0)", "tl.sum(dsink, axis=0)", (SINKS,)),
         ("share of the sink in base 2", "delta_kernel", "(sink - lse) * LOG2E", "(sink - lse)", (SINKS,)),
         ("share of an infinite sink is NaN", "delta_kernel", "tl.where(lse == sink, 1.0,", "tl.where(lse != lse, 1.0,", (SINKS,)),
         ("sink of the first head", "delta_kernel", "sinks_ptr + head", "sinks_ptr + head * 0", (SINKS,)),
@@ -183,13 +185,13 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("slope of the cap left out", "query_gradient_kernel", "ds = ds * slope", "ds = ds + 0.0 * slope", (SOFTCAP,)),
         ("slope of the cap is tanh", f"{TILES}:capped", "return t, 1.0 - t * t", "return t, 1.0 - t", (SOFTCAP,)),
         ("delta left out", "query_gradient_kernel", "across(dout, v) - delta[:, None]", "across(dout, v) - 0.0 * delta[:, None]", (CAUSAL,)),
-        ("lse in base e", "query_gradient_kernel", "_base_two(tl.load(lse_ptr + at, mask=row < limit, other=0.0))", "tl.load(lse_ptr + at, mask=row < limit, other=0.0)", (CAUSAL,)),
-        ("-inf subtracted from -inf", "_base_two", "tl.where(lse == MINUS_INFINITY, 0.0, lse * LOG2E)", "lse * LOG2E", (NOTHING,)),
+        ("lse in base e", "query_gradient_kernel", "_lse_in_base_2(tl.load(lse_ptr + at, mask=row < limit, other=0.0))", "tl.load(lse_ptr + at, mask=row < limit, other=0.0)", (CAUSAL,)),
+        ("-inf subtracted from -inf", "_lse_in_base_2", "tl.where(lse == MINUS_INFINITY, 0.0, lse * LOG2E)", "lse * LOG2E", (NOTHING,)),
         ("masked at both ends or not at all", "query_gradient_kernel", MASKED, MASKED.replace("|", "&"), (CAUSAL,)),
         ("first block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("N * N", "N * N + N"), (CAUSAL,)),
         ("last block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("end", "end - N"), (CAUSAL,)),
         ("blocks before the window", "query_gradient_kernel", KEYS, KEYS.replace("begin // N * N", "0"), (VAIN_WINDOW,)),
-        ("the last block alone", "query_gradient_kernel", "add_product(sums, ds", "add_product(times(sums, 0.0), ds", (CAUSAL,)),
+        ("the last block alone", "query_gradient_kernel", "add_product(acc, ds", "add_product(times(acc, 0.0), ds", (CAUSAL,)),
         ("keys of the first head", "query_gradient_kernel", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head * 0, ALIGN)", (CAUSAL,)),
         ("heads of keys one after another", "query_gradient_kernel", "key_head = head // heads.group", "key_head = head % (heads.q // heads.group)", (GROUPS,)),
         ("values for keys", "query_gradient_kernel", "ds.to(k.first.dtype), k)", "ds.to(k.first.dtype), v)", (CAUSAL,)),
@@ -228,18 +230,18 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("blocks at the own keys not masked", f"{DECODE}:decode_kernel", "(start + N > own + 1) |", "(start < 0) |", (PLAIN_CACHE,)),
         ("keys before the window's block", f"{DECODE}:_bounds", "tl.maximum(own - counts.left.to(tl.int32), 0)", "tl.maximum(own - counts.left.to(tl.int32) + 64, 0)", (DECODE_WINDOW_1,)),
         ("own key of the first query for all", f"{DECODE}:decode_kernel", "own_key = own + rows.query", "own_key = own + rows.query * 0", (SEVERAL,)),
-        ("pages in their order in memory", f"{DECODE}:_places", "tl.load(row + token // pages.size, mask=token < end, other=0).to(tl.int64)", "(token // pages.size).to(tl.int64)", (PLAIN_CACHE,)),
-        ("pages of the first sequence", f"{DECODE}:_places", "pages.table + sequence * pages.stride", "pages.table + sequence * 0", (PLAIN_CACHE,)),
-        ("places in pages that go on", f"{DECODE}:_places", "(token % pages.size).to(tl.int64)", "token.to(tl.int64)", (PLAIN_CACHE,)),
-        ("one page for a block of whole pages", f"{DECODE}:_places", "row + start // pages.size", "row + start // (pages.size * 2)", (LARGE_PAGES,)),
+        ("pages in their order in memory", f"{DECODE}:_slots", "tl.load(row + token // pages.size, mask=token < end, other=0).to(tl.int64)", "(token // pages.size).to(tl.int64)", (PLAIN_CACHE,)),
+        ("pages of the first sequence", f"{DECODE}:_slots", "pages.table + sequence * pages.stride", "pages.table + sequence * 0", (PLAIN_CACHE,)),
+        ("places in pages that go on", f"{DECODE}:_slots", "(token % pages.size).to(tl.int64)", "token.to(tl.int64)", (PLAIN_CACHE,)),
+        ("one page for a block of whole pages", f"{DECODE}:_slots", "row + start // pages.size", "row + start // (pages.size * 2)", (LARGE_PAGES,)),
         ("small pages taken for whole ones", f"{PLANS}:_planned", "whole_pages=page % n == 0", "whole_pages=page >= 0", (SMALL_PAGES,)),
         ("scales of keys left out", f"{DECODE}:decode_kernel", "s *= key_scale[None, :]", "s *= 1.0", (TOKEN,)),
-        ("scales of values left out", f"{DECODE}:decode_kernel", "p *= _scales(v, key_head, page, place, exists)[None, :]", "p *= 1.0", (INT8,)),
+        ("scales of values left out", f"{DECODE}:decode_kernel", "p *= _scales(v, key_head, page, slot, exists)[None, :]", "p *= 1.0", (INT8,)),
         ("scales of values from those of keys", f"{DECODE}:decode_kernel", "_scales(v, key_head", "_scales(k, key_head", (TOKEN,)),
         ("one scale of values left out", f"{DECODE}:decode_kernel", "out = times(out, tl.load(v.scale + key_head * v.at.scale_head))", "out = times(out, 1.0)", (PER_TENSOR,)),
-        ("the first head's scale for all", f"{DECODE}:decode_kernel", "size *= tl.load(k.scale + key_head * k.at.scale_head)", "size *= tl.load(k.scale)", (PER_HEAD,)),
-        ("sums not rescaled", f"{DECODE}:decode_kernel", "times(sums, fade[:, None])", "times(sums, 1.0 + 0.0 * fade[:, None])", (PLAIN_CACHE,)),
-        ("total not rescaled", f"{DECODE}:decode_kernel", "total * fade + tl.sum", "total + tl.sum", (PLAIN_CACHE,)),
+        ("the first head's scale for all", f"{DECODE}:decode_kernel", "q_scale *= tl.load(k.scale + key_head * k.at.scale_head)", "q_scale *= tl.load(k.scale)", (PER_HEAD,)),
+        ("sums not rescaled", f"{DECODE}:decode_kernel", "times(acc, alpha[:, None])", "times(acc, 1.0 + 0.0 * alpha[:, None])", (PLAIN_CACHE,)),
+        ("total not rescaled", f"{DECODE}:decode_kernel", "l_i * alpha + tl.sum", "l_i + tl.sum", (PLAIN_CACHE,)),
         ("sink counted in every part", f"{DECODE}:decode_kernel", "if TILE.direct:\n            if sinks_ptr", "if TILE.part:\n            if sinks_ptr", (PLAIN_CACHE,)),
         ("heads of keys one after another", f"{DECODE}:_rows", "key_head * counts.group + row % counts.group", "key_head + row % counts.group * (counts.heads // counts.group)", (PLAIN_CACHE,)),
         ("the cap left out", f"{DECODE}:decode_kernel", "s, _ = capped(s * scale[:, None], Scores(1.0, scores.softcap), True)", "s = s * scale[:, None] / scores.softcap", (DECODE_CAP,)),
@@ -251,28 +253,28 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("pages beyond the cache are read", f"{DECODE}:_exists", "(page >= 0) & (page < pages.number)", "page >= 0", (NO_PAGES,)),
         ("pages before the cache are read", f"{DECODE}:_exists", "(page >= 0) & (page < pages.number)", "page < pages.number", (NO_PAGES,)),
         ("pages that do not exist look right", f"{DECODE}:decode_kernel", "tl.max(missing.to(tl.int32), axis=0)) == 0", "tl.max(missing.to(tl.int32), axis=0)) >= 0", (NO_PAGES,)),
-        ("pages before the window count", f"{DECODE}:_places", "tl.maximum(start + tl.arange(0, N), first)", "start + tl.arange(0, N)", (GONE_PAGES,)),
-        ("pages that do not exist are read", f"{DECODE}:_places", "tl.where(there, page, 0)", "page", (NO_PAGES,)),
-        ("lengths beyond the room of the table", f"{DECODE}:_bounds", "tl.minimum(tl.maximum(given, 0), room)", "tl.maximum(given, 0)", (f"{I}test_lengths_out_of_range[3-dtype0]",)),
+        ("pages before the window count", f"{DECODE}:_slots", "tl.maximum(start + tl.arange(0, N), first)", "start + tl.arange(0, N)", (GONE_PAGES,)),
+        ("pages that do not exist are read", f"{DECODE}:_slots", "tl.where(page_exists, page, 0)", "page", (NO_PAGES,)),
+        ("lengths beyond the room of the table", f"{DECODE}:_bounds", "tl.minimum(tl.maximum(stored, 0), room)", "tl.maximum(stored, 0)", (f"{I}test_lengths_out_of_range[3-dtype0]",)),
         ("lengths in 32 bits", f"{DECODE}:_bounds", "tl.load(pages.lengths + sequence).to(tl.int64)", "tl.load(pages.lengths + sequence).to(tl.int32).to(tl.int64)", (f"{I}test_lengths_out_of_range[3-dtype1]",)),
-        ("a length beyond the room looks right", f"{DECODE}:_bounds", "given <= room", "given == given", (f"{I}test_lengths_out_of_range[3-dtype0]",)),
+        ("a length beyond the room looks right", f"{DECODE}:_bounds", "stored <= room", "stored == stored", (f"{I}test_lengths_out_of_range[3-dtype0]",)),
         ("pages of a cache that has none", f"{DECODE}:_bounds", "tl.where(pages.number > 0, (pages.width * pages.size).to(tl.int64), 0)", "(pages.width * pages.size).to(tl.int64)", (f"{I}test_a_cache_without_pages[3]",)),
-        ("large queries in fp16 as they are", f"{DECODE}:_brought_near_one", "(size > 1e-30) & (size < 1e30)", "(size > 1e30)", (FAR_QUERIES,)),
+        ("large queries in fp16 as they are", f"{DECODE}:_scaled_queries", "(q_scale > 1e-30) & (q_scale < 1e30)", "(q_scale > 1e30)", (FAR_QUERIES,)),
     ],
     "join_kernel": [
-        ("more tokens than there is room for", f"{DECODE}:join_kernel", "total = tl.where(sound, tl.zeros((M,), tl.float32), float(\"nan\"))", "total = tl.zeros((M,), tl.float32)", (f"{I}test_a_cache_without_pages[40]",)),
-        ("parts weighed alike", f"{DECODE}:join_kernel", "weight = tl.exp2((lse - least) * LOG2E)", "weight = tl.exp2((lse - lse) * LOG2E)", (PLAIN_CACHE,)),
-        ("weights in base 2", f"{DECODE}:join_kernel", "tl.exp2((lse - least) * LOG2E)", "tl.exp2(lse - least)", (PLAIN_CACHE,)),
+        ("more tokens than there is room for", f"{DECODE}:join_kernel", "l_i = tl.where(sound, tl.zeros((M,), tl.float32), float(\"nan\"))", "l_i = tl.zeros((M,), tl.float32)", (f"{I}test_a_cache_without_pages[40]",)),
+        ("parts weighed alike", f"{DECODE}:join_kernel", "weight = tl.exp2((lse - m_safe) * LOG2E)", "weight = tl.exp2((lse - lse) * LOG2E)", (PLAIN_CACHE,)),
+        ("weights in base 2", f"{DECODE}:join_kernel", "tl.exp2((lse - m_safe) * LOG2E)", "tl.exp2(lse - m_safe)", (PLAIN_CACHE,)),
         ("last part left out", f"{DECODE}:join_kernel", "tl.cdiv(length, PART)", "(length // PART)", (PLAIN_CACHE,)),
         ("parts that nobody wrote", f"{DECODE}:join_kernel", "begin // N * N // PART, tl.cdiv(length, PART)", "begin * 0, tl.cdiv(length, PART)", (DECODE_WINDOW_1,)),
-        ("not divided by the total", f"{DECODE}:join_kernel", "(1.0 / tl.where(empty, 1.0, total))[:, None]", "(1.0 + 0.0 * total)[:, None]", (PLAIN_CACHE,)),
-        ("0 / 0 where nothing is seen", f"{DECODE}:join_kernel", "1.0 / tl.where(empty, 1.0, total)", "1.0 / total", (PLAIN_CACHE,)),
-        ("-inf subtracted from -inf", f"{DECODE}:join_kernel", "least = tl.where(largest == MINUS_INFINITY, 0.0, largest)", "least = largest", (SHORT,)),
-        ("lse of the largest part", f"{DECODE}:join_kernel", "largest + tl.log2(tl.where(empty, 1.0, total)) * LN2", "largest", (PLAIN_CACHE,)),
+        ("not divided by the total", f"{DECODE}:join_kernel", "(1.0 / tl.where(empty, 1.0, l_i))[:, None]", "(1.0 + 0.0 * l_i)[:, None]", (PLAIN_CACHE,)),
+        ("0 / 0 where nothing is seen", f"{DECODE}:join_kernel", "1.0 / tl.where(empty, 1.0, l_i)", "1.0 / l_i", (PLAIN_CACHE,)),
+        ("-inf subtracted from -inf", f"{DECODE}:join_kernel", "m_safe = tl.where(m_i == MINUS_INFINITY, 0.0, m_i)", "m_safe = m_i", (SHORT,)),
+        ("lse of the largest part", f"{DECODE}:join_kernel", "m_i + tl.log2(tl.where(empty, 1.0, l_i)) * LN2", "m_i", (PLAIN_CACHE,)),
         ("sink of the first head", f"{DECODE}:join_kernel", "tl.load(sinks_ptr + head, mask", "tl.load(sinks_ptr + head * 0, mask", (PLAIN_CACHE,)),
-        ("sink without a share", f"{DECODE}:_with_sink", "total = own + others", "total = own + others * 0.0", (PLAIN_CACHE,)),
-        ("the first part for all", f"{DECODE}:join_kernel", "at = part * plane + row", "at = first * plane + row", (PLAIN_CACHE,)),
+        ("sink without a share", f"{DECODE}:_with_sink", "total = weight + sink_weight", "total = weight + sink_weight * 0.0", (PLAIN_CACHE,)),
+        ("the first part for all", f"{DECODE}:join_kernel", "at = part * part_stride + row", "at = first * part_stride + row", (PLAIN_CACHE,)),
         ("lengths of the first sequence", f"{DECODE}:join_kernel", "sequence = query // counts.queries", "sequence = query * 0", (PLAIN_CACHE,)),
-        ("parts of one sequence", f"{DECODE}:_plane", "counts.sequences.to(tl.int64) * counts.queries * counts.heads", "counts.sequences.to(tl.int64) * 0 + counts.queries * counts.heads", (PLAIN_CACHE,)),
+        ("parts of one sequence", f"{DECODE}:_rows_per_part", "counts.sequences.to(tl.int64) * counts.queries * counts.heads", "counts.sequences.to(tl.int64) * 0 + counts.queries * counts.heads", (PLAIN_CACHE,)),
     ],
 }  # fmt: skip

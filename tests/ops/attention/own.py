@@ -1,4 +1,4 @@
-"""Weft's own attention, for tests of its kernels: "auto" would leave calls in bf16 on a CPU to PyTorch."""
+"""Attention on Weft's own kernels, for tests; "auto" would use PyTorch's for bf16 on a CPU."""
 
 from __future__ import annotations
 

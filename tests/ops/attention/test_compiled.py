@@ -1,5 +1,5 @@
-"""Attention as compiled for GPUs: no spills, shared memory that the target has, its matrix instructions, and no more
-exponentials than scores."""
+"""Attention kernels compiled for GPUs: no spills, shared memory within the target's limit, its matrix instructions,
+and no more exponentials than scores."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ CASES = {
     "fp32-256": Case(torch.float32, 256, 256),
 }
 HEADS, KEY_HEADS, TOKENS = 32, 8, 4096
-FADES = 4  # exponentials of a step for the rows of a lane, which are rescaled
+RESCALES = 4  # exponentials per step that rescale the rows of a lane
 
-# What multiplies numbers of 16 bits: an instruction of which a binary has at least one.
+# Matrix instruction for 16-bit operands; every binary contains at least one.
 UNITS = {
     **dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA"),
     "sm_90": "HGMMA",
@@ -50,12 +50,12 @@ UNITS = {
 }
 
 
-# Where warps compute the same on sm_80, sm_89 and sm_120, since tiles in which they do not spill.
-TWICE = {("bf16-192", "key_gradient_kernel"): 1.5, ("bf16-256", "key_gradient_kernel"): 1.25}
+# Kernels whose warps repeat products on sm_80, sm_89 and sm_120, in the tiles in which they do not spill.
+REDUNDANCY = {("bf16-192", "key_gradient_kernel"): 1.5, ("bf16-256", "key_gradient_kernel"): 1.25}
 
 
-def multiplied(kernel: str, tile: Any) -> int:
-    """Multiplications for each pair of a query and a key."""
+def multiplications_per_pair(kernel: str, tile: Any) -> int:
+    """Return the multiplications per pair of a query and a key."""
     qk, v = (width.first + width.second for width in (tile.qk, tile.v))
     return {
         "attention_kernel": qk + v,
@@ -66,64 +66,64 @@ def multiplied(kernel: str, tile: Any) -> int:
 
 @cache
 def variants(case: str, target: str) -> dict[str, Variant]:
-    """What a causal attention and its gradients launch on a target, by kernel."""
+    """Return the variants that causal attention and its gradients launch on a target, by kernel."""
     dtype, dim, v_dim, packed = CASES[case]
     shapes = ((HEADS, dim), (KEY_HEADS, dim), (KEY_HEADS, v_dim))
     leaves = [
         torch.empty(
-            (TOKENS, heads, numbers) if packed else (1, heads, TOKENS, numbers), dtype=dtype, device="meta"
+            (TOKENS, heads, width) if packed else (1, heads, TOKENS, width), dtype=dtype, device="meta"
         ).requires_grad_()
-        for heads, numbers in shapes
+        for heads, width in shapes
     ]
     starts = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
-    with recording(target) as found:
+    with recording(target) as recorded:
         y = weft.attention(*leaves, is_causal=True, cu_seqlens=starts)
         torch.autograd.grad(y, leaves, torch.empty_like(y))
-    assert [variant.kernel for variant in found] == list(KERNELS)
-    return dict(zip(KERNELS, found, strict=True))
+    assert [variant.kernel for variant in recorded] == list(KERNELS)
+    return dict(zip(KERNELS, recorded, strict=True))
 
 
 def faults(case: str, target: str, kernel: str, binary: Any) -> list[str]:
-    found = flaws(target, binary)
+    messages = flaws(target, binary)
     if not isinstance(binary, Binary) or kernel == "delta_kernel":
-        return found
+        return messages
     amd, fp32 = target.startswith("gfx"), CASES[case].dtype == torch.float32
     unit = "FFMA" if fp32 and not amd else UNITS[target]
     if not binary.count(unit):
-        found.append(f"no {unit} among {sorted(binary.opcodes)}")
+        messages.append(f"no {unit} among {sorted(binary.opcodes)}")
     if fp32 and not amd and binary.count(UNITS[target]):
-        found.append("fp32 is rounded for a matrix unit")
+        messages.append("fp32 is rounded for a matrix unit")
     variant = variants(case, target)[kernel]
     tile = dict(variant.constants)["TILE"]
     if unit == "HMMA":
-        done = binary.count(unit) * variant.num_warps * 16 * 8 * 16
-        least = tile.m * tile.n * multiplied(kernel, tile)
-        if done > least * TWICE.get((case, kernel), 1):
-            found.append(f"{done / least:.2f} times the multiplications")
+        multiplications = binary.count(unit) * variant.num_warps * 16 * 8 * 16
+        necessary = tile.m * tile.n * multiplications_per_pair(kernel, tile)
+        if multiplications > necessary * REDUNDANCY.get((case, kernel), 1):
+            messages.append(f"{multiplications / necessary:.2f} times the multiplications")
     lanes = variant.num_warps * (64 if amd else 32)
     allowed = tile.m * tile.n // lanes  # one for each score of a step
     if kernel == "attention_kernel":
-        allowed += FADES
+        allowed += RESCALES
     if (case, kernel) == ("bf16-192", "key_gradient_kernel") and unit == "HMMA":
         allowed *= 2
     if target == "sm_100":
-        allowed *= 2  # where products run ahead, what follows the first one is there once more after the loop
+        allowed *= 2  # pipelining products duplicates the code after the first one behind the loop
     exponentials = binary.count("MUFU.EX2") + binary.count("v_exp")
     if exponentials > allowed:
-        found.append(f"{exponentials} exponentials where {allowed} are enough")
-    return found
+        messages.append(f"{exponentials} exponentials where {allowed} are enough")
+    return messages
 
 
 def compiled(jobs: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
-    """The binaries of (target, case, kernel), from one process."""
+    """Compile the binaries of (target, case, kernel) in one process."""
     binaries = compile_all(
         [(variants(case, target)[kernel], target) for target, case, kernel in jobs], timeout=300
     )
     return dict(zip(jobs, binaries, strict=True))
 
 
-# Those that are compiled with every change.
-CHANGED = [
+# Compiled in every run; the rest are slow tests.
+COMMON = [
     ("sm_80", "bf16-128", "attention_kernel"),
     ("sm_90", "bf16-128", "attention_kernel"),
     ("sm_90", "bf16-64", "query_gradient_kernel"),
@@ -133,13 +133,13 @@ CHANGED = [
 
 
 @cache
-def _every_time() -> dict[tuple[str, str, str], Any]:
-    return compiled(CHANGED)
+def _common_binaries() -> dict[tuple[str, str, str], Any]:
+    return compiled(COMMON)
 
 
-@pytest.mark.parametrize(("target", "case", "kernel"), CHANGED)
+@pytest.mark.parametrize(("target", "case", "kernel"), COMMON)
 def test_some_kernels_compile(target: str, case: str, kernel: str) -> None:
-    assert not faults(case, target, kernel, _every_time()[target, case, kernel])
+    assert not faults(case, target, kernel, _common_binaries()[target, case, kernel])
 
 
 @pytest.mark.slow
@@ -150,8 +150,8 @@ def test_kernels_compile(target: str, case: str) -> None:
         assert not faults(case, target, kernel, binary), kernel
 
 
-def test_what_should_not_be_is_noticed() -> None:
-    binary = _every_time()["sm_90", "bf16-128", "attention_kernel"]
+def test_faults_are_reported() -> None:
+    binary = _common_binaries()["sm_90", "bf16-128", "attention_kernel"]
     assert not faults("bf16-128", "sm_90", "attention_kernel", binary)
     assert faults("bf16-128", "sm_80", "attention_kernel", binary)  # no HMMA, and too much shared memory
     assert faults("fp32-128", "sm_90", "attention_kernel", binary)
@@ -161,7 +161,7 @@ def test_what_should_not_be_is_noticed() -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("kernel", ["forward", "query", "key"])
 def test_loops_are_not_pipelined_on_amd(kernel: str, target: str) -> None:
-    """Pipelined loops of attention are miscompiled there (aiter #4163), and two warps are not deterministic
+    """Pipelined attention loops are miscompiled on AMD (aiter #4163), and two warps are not deterministic
     (ROCm/triton #953)."""
     for dim in (64, 96, 128, 192, 256):
         for itemsize in (2, 4):
@@ -170,8 +170,8 @@ def test_loops_are_not_pipelined_on_amd(kernel: str, target: str) -> None:
             assert config.num_warps >= 4
 
 
-def test_no_kernel_starts_before_the_one_before_it_ends() -> None:
-    """The backward reads what another kernel has just written (flash-attention #2481)."""
+def test_no_kernel_overlaps_its_predecessor() -> None:
+    """The backward reads what the preceding kernel has just written (flash-attention #2481)."""
     assert not any(
         "launch_pdl" in dict(variant.options) for variant in variants("bf16-128", "sm_90").values()
     )
@@ -181,18 +181,19 @@ def test_no_kernel_starts_before_the_one_before_it_ends() -> None:
 
 
 def eight_bits(target: str, scores: Any, values: Any, dim: int) -> list[Variant]:
-    """What attention in eight bits launches on a target, without the quantisers of queries and keys."""
+    """Return the variants that attention in eight bits launches on a target, without the quantize kernels."""
     shapes = ((1, HEADS, TOKENS, dim), *((1, KEY_HEADS, TOKENS, dim),) * 2)
     heads = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    with recording(target) as seen, torch.no_grad():
+    with recording(target) as recorded, torch.no_grad():
         weft.attention(*heads, is_causal=True, scores=scores, values=values)
-    return [variant for variant in seen if variant.kernel in ("attention_kernel", "value_kernel")]
+    return [variant for variant in recorded if variant.kernel in ("attention_kernel", "value_kernel")]
 
 
 @pytest.mark.parametrize("dim", [8, 64, 72, 80, 192])
-def test_pieces_of_codes_have_32_numbers(dim: int) -> None:
-    """Products of eight bits take as many at a time, and do not compile with fewer."""
-    tile = dict(eight_bits("sm_90", "int8", None, dim)[-1].constants)["TILE"]  # after that of the mean key
+def test_pieces_of_codes_have_at_least_32_elements(dim: int) -> None:
+    """8-bit dots take 32 elements at a time and do not compile with fewer."""
+    # The first variant computes the mean key.
+    tile = dict(eight_bits("sm_90", "int8", None, dim)[-1].constants)["TILE"]
     assert tile.qk.first >= 32
     assert tile.qk.second == 0 or tile.qk.second >= 32
     assert dim <= tile.qk.first + tile.qk.second <= max(32, dim + 31)

@@ -1,4 +1,4 @@
-"""Attention over caches as compiled for GPUs: no spills, and shared memory that the target has."""
+"""Decode kernels compiled for GPUs: no spills, and shared memory within the target's limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.runtime import TARGETS, Variant, recording
 
 KINDS = ("bf16", "e4m3:tensor", "e4m3:token", "int8:token", "latents", "rows of FlashMLA")
 QUERIES = (1, 8)
-# Those that are compiled with every change.
-CHANGED = {("sm_90", "e4m3:tensor"), ("gfx950", "bf16")}
+# Compiled in every run; the rest are slow tests.
+COMMON = {("sm_90", "e4m3:tensor"), ("gfx950", "bf16")}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -23,16 +23,16 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def variants(kind: str, queries: int, target: str) -> list[Variant]:
-    """What decoding launches on a target: Llama-3's heads, or DeepSeek-V3's latents."""
+    """Return the variants that decoding launches on a target, for Llama-3's heads or DeepSeek-V3's latents."""
     table, lengths = _empty(8, 64, dtype=torch.int32), _empty(8, dtype=torch.int32)
     places: dict[str, Any] = {"page_table": table, "lengths": lengths}
-    with recording(target) as seen:
+    with recording(target) as recorded:
         if kind in ("latents", "rows of FlashMLA"):
             rows = (
                 _empty(512, 64, 1, 576) if kind == "latents" else _empty(512, 64, 1, 656, dtype=torch.uint8)
             )
             weft.mla_decode(_empty(8, queries, 128, 576), weft.KVCache(rows), scale=192**-0.5, **places)
-            return seen
+            return recorded
         shape, scales = (512, 64, 8, 128), []
         dtype = torch.bfloat16
         if kind != "bf16":
@@ -43,13 +43,13 @@ def variants(kind: str, queries: int, target: str) -> list[Variant]:
             ]
         cache = weft.KVCache(_empty(*shape, dtype=dtype), _empty(*shape, dtype=dtype), *scales)
         weft.attention_decode(_empty(8, queries, 32, 128), cache, **places)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize(
     ("target", "kind"),
     [
-        pytest.param(target, kind, marks=[] if (target, kind) in CHANGED else pytest.mark.slow)
+        pytest.param(target, kind, marks=[] if (target, kind) in COMMON else pytest.mark.slow)
         for target in TARGETS
         for kind in KINDS
     ],

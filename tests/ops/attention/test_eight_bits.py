@@ -1,4 +1,4 @@
-"""Scores and values in eight bits: the attention of what the codes stand for, and near to that of plain numbers."""
+"""Scores and values in eight bits: equal to attention over the dequantized codes, and close to plain attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELEMENTS = ("int8", "e4m3")
 
 
 def decoded(x: Tensor, element: str) -> Tensor:
-    """What the codes of heads stand for, in float64."""
+    """Quantize heads and dequantize them to float64."""
     return weft.quantize(x.float(), f"{element}:row:te").dequantize(torch.float64)
 
 
@@ -38,47 +38,46 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_scores_are_those_of_the_codes(element: Any, target: str) -> None:
-    """The products of codes are exact: what is left is the rounding of weights and of the result."""
-    given = heads(150, dtype=BF16, dim=128)
+    """Products of codes are exact, so the only errors are the roundings of weights and of the result."""
+    inputs = heads(150, dtype=BF16, dim=128)
     with choosing_for(target):
-        found = weft.attention(**given, is_causal=True, scores=element, return_lse=True)
+        result = weft.attention(**inputs, is_causal=True, scores=element, return_lse=True)
     exact = weft.attention(
-        decoded(given["query"], element),
-        decoded(smoothed(given["key"]), element),
-        given["value"].double(),
+        decoded(inputs["query"], element),
+        decoded(smoothed(inputs["key"]), element),
+        inputs["value"].double(),
         is_causal=True,
         return_lse=True,
     )
     size = weft.attention(  # sum of p |v|
-        decoded(given["query"], element), decoded(smoothed(given["key"]), element), given["value"].double().abs(),
+        decoded(inputs["query"], element), decoded(smoothed(inputs["key"]), element), inputs["value"].double().abs(),
         is_causal=True,
     )  # fmt: skip
-    assert ((found.out.double() - exact.out).abs() <= 2.0**-7 * size + 1e-6).all()
-    mean = given["key"].double().mean(2, keepdim=True).repeat_interleave(2, 1)
-    shift = (given["query"].double() * mean).sum(-1) * 128**-0.5
-    torch.testing.assert_close(found.lse.double(), exact.lse + shift, rtol=1e-5, atol=1e-4)
+    assert ((result.out.double() - exact.out).abs() <= 2.0**-7 * size + 1e-6).all()
+    mean = inputs["key"].double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    shift = (inputs["query"].double() * mean).sum(-1) * 128**-0.5
+    torch.testing.assert_close(result.lse.double(), exact.lse + shift, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("element", "limits"), [("int8", (0.014, 0.014, 0.09)), ("e4m3", (0.05, 0.05, 0.09))]
 )
 def test_errors_beside_plain_scores(element: Any, limits: tuple[float, ...]) -> None:
-    """Normal numbers, keys with an offset, and a channel with outliers of keys: where a mean is all that is large,
-    smoothing takes it away."""
+    """Cases: normal elements, keys with an offset, and keys with an outlier channel. Smoothing removes an offset."""
     for limit, (offset, outlier) in zip(limits, ((0.0, 1.0), (5.0, 1.0), (0.0, 20.0)), strict=True):
-        given = heads(200, dtype=BF16, dim=128)
-        given["key"][..., 3] *= outlier
-        given["key"] += offset
-        wanted = weft.attention(**given)
-        found = weft.attention(**given, scores=element)
-        assert error(found, wanted) < limit, (offset, outlier)
+        inputs = heads(200, dtype=BF16, dim=128)
+        inputs["key"][..., 3] *= outlier
+        inputs["key"] += offset
+        wanted = weft.attention(**inputs)
+        result = weft.attention(**inputs, scores=element)
+        assert error(result, wanted) < limit, (offset, outlier)
 
 
 def test_a_constant_key_changes_little() -> None:
-    given = heads(200, dtype=BF16, dim=128)
-    first = weft.attention(**given, scores="int8")
-    given["key"] += 1.0  # in bf16 that rounds the keys anew
-    assert error(weft.attention(**given, scores="int8"), first) < 0.02
+    inputs = heads(200, dtype=BF16, dim=128)
+    first = weft.attention(**inputs, scores="int8")
+    inputs["key"] += 1.0  # the sum rounds the keys again in bf16
+    assert error(weft.attention(**inputs, scores="int8"), first) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -91,32 +90,32 @@ def test_a_constant_key_changes_little() -> None:
         {"layout": "sbhd", "kv_lengths": torch.tensor([50]), "keys": 100},
     ],
 )
-def test_with_other_options(options: dict[str, Any]) -> None:
+def test_options_combine(options: dict[str, Any]) -> None:
     sizes = {name: options[name] for name in ("batch", "keys") if name in options}
     rest = {name: value for name, value in options.items() if name not in sizes}
-    given = heads(100, **sizes, dtype=BF16)
+    inputs = heads(100, **sizes, dtype=BF16)
     for i, length in enumerate(rest["kv_lengths"].tolist() if "kv_lengths" in rest else ()):
-        given["key"][i, :, length:] = float("nan")
-        given["value"][i, :, length:] = float("nan")
+        inputs["key"][i, :, length:] = float("nan")
+        inputs["value"][i, :, length:] = float("nan")
     order = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}.get(rest.get("layout", ""), (0, 1, 2, 3))
-    given = {name: x.permute(order) for name, x in given.items()}
-    plain, found = (
-        weft.attention(**given, **rest, scores=scores, return_lse=True) for scores in (None, "int8")
+    inputs = {name: x.permute(order) for name, x in inputs.items()}
+    plain, result = (
+        weft.attention(**inputs, **rest, scores=scores, return_lse=True) for scores in (None, "int8")
     )
-    assert error(found.out, plain.out) < 0.01
+    assert error(result.out, plain.out) < 0.01
     finite = plain.lse.isfinite()
-    assert torch.equal(finite, found.lse.isfinite())
-    torch.testing.assert_close(found.lse[finite], plain.lse[finite], rtol=0.01, atol=0.01)
+    assert torch.equal(finite, result.lse.isfinite())
+    torch.testing.assert_close(result.lse[finite], plain.lse[finite], rtol=0.01, atol=0.01)
 
 
 def test_packed() -> None:
-    given = packed([40, 0, 90], pads=5, dtype=BF16)
-    given["key"][130:] = float("nan")
-    plain, found = (
-        weft.attention(**given, is_causal=True, scores=scores, return_lse=True) for scores in (None, "e4m3")
+    inputs = packed([40, 0, 90], pads=5, dtype=BF16)
+    inputs["key"][130:] = float("nan")
+    plain, result = (
+        weft.attention(**inputs, is_causal=True, scores=scores, return_lse=True) for scores in (None, "e4m3")
     )
-    assert error(found.out, plain.out) < 0.04
-    torch.testing.assert_close(found.lse[:, :130], plain.lse[:, :130], rtol=0.02, atol=0.12)
+    assert error(result.out, plain.out) < 0.04
+    torch.testing.assert_close(result.lse[:, :130], plain.lse[:, :130], rtol=0.02, atol=0.12)
 
 
 HIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -145,9 +144,9 @@ HIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def seen_keys(given: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """bool, [batch, keys] or packed [keys]: whether any query sees a key. A key has a gradient where it is seen."""
-    floats = {name: x.float().requires_grad_() if x.is_floating_point() else x for name, x in given.items()}
+def seen_keys(inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Return which keys any query sees, bool [batch, keys] or packed [keys]: those whose values get a gradient."""
+    floats = {name: x.float().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
     attend(**floats, **options).sum().backward()
     grad = floats["value"].grad
     return grad.ne(0).any(-1).any(1)
@@ -155,86 +154,84 @@ def seen_keys(given: dict[str, Any], options: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(("case", "element", "values"), covering(list(HIDDEN), ELEMENTS, [None, "e4m3"]))
 def test_keys_that_no_query_sees_change_no_bit(case: str, element: Any, values: Any) -> None:
-    """They entered the mean that keys are smoothed by."""
-    given, options = HIDDEN[case]
-    hidden = ~seen_keys(given, options)
+    """Unseen keys used to enter the mean that smooths the keys."""
+    inputs, options = HIDDEN[case]
+    hidden = ~seen_keys(inputs, options)
     assert hidden.any()
     assert not hidden.all()
     options = options | {"scores": element, "values": values, "return_lse": True, "return_max": True}
-    wanted = weft.attention(**given, **options)
+    wanted = weft.attention(**inputs, **options)
     for content in (math.nan, math.inf, 1e4):
-        other = given | {name: given[name].clone() for name in ("key", "value")}
+        other = inputs | {name: inputs[name].clone() for name in ("key", "value")}
         for name in ("key", "value"):
-            x = other[name] if "cu_seqlens" in given else other[name].transpose(1, 2)
-            # A weight of 0 times a plain value that is not finite is NaN, as in any product.
+            x = other[name] if "cu_seqlens" in inputs else other[name].transpose(1, 2)
+            # A weight of 0 times a non-finite plain value is NaN, as in any product.
             x[hidden] = content if name == "key" or values is not None else 1e4
         for one, two in zip(weft.attention(**other, **options), wanted, strict=True):
             assert torch.equal(one, two), content
 
 
 def test_other_sequences_change_no_bit_of_smoothed_keys() -> None:
-    """A mean is that of one sequence, packed or not."""
-    given = packed([40, 0, 90], dtype=BF16)
+    """The mean key is computed per sequence, packed or not."""
+    inputs = packed([40, 0, 90], dtype=BF16)
     options: dict[str, Any] = {"is_causal": True, "scores": "int8", "return_lse": True}
-    together = weft.attention(**given, **options)
+    together = weft.attention(**inputs, **options)
     for begin, end in ((0, 40), (40, 130)):
-        alone = {name: given[name][begin:end].transpose(0, 1)[None] for name in ("query", "key", "value")}
+        alone = {name: inputs[name][begin:end].transpose(0, 1)[None] for name in ("query", "key", "value")}
         one = weft.attention(**alone, **options)
         assert torch.equal(one.out[0].transpose(0, 1), together.out[begin:end])
         torch.testing.assert_close(one.lse[0], together.lse[:, begin:end], rtol=1e-6, atol=1e-6)
-    given["key"][40:] += 1e4
-    assert torch.equal(weft.attention(**given, **options).out[:40], together.out[:40])
+    inputs["key"][40:] += 1e4
+    assert torch.equal(weft.attention(**inputs, **options).out[:40], together.out[:40])
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("content", [math.nan, math.inf])
-def test_a_key_that_is_not_finite_reaches_those_who_see_it(element: Any, content: float) -> None:
-    """And no others. The codes in int8 of a row with NaN were zeros, and its mean was subtracted from all keys."""
-    given = heads(100, dtype=BF16)
-    wanted = weft.attention(**given, is_causal=True, scores=element)
-    given["key"][0, 0, 70, 5] = content
-    found = weft.attention(**given, is_causal=True, scores=element)
-    assert found[:, :2, 70:].isnan().all()
-    assert found[:, :2, :70].isfinite().all()
-    assert torch.equal(found[:, 2:], wanted[:, 2:])
-    assert error(found[:, :2, :70], wanted[:, :2, :70]) < 0.1
-    given["query"][0, 3, 9, 0] = content
-    found = weft.attention(**given, is_causal=True, scores=element)
-    assert found[:, 3, 9].isnan().all()
-    assert found[:, 3].isnan().all(-1).sum() == 1
+def test_a_nonfinite_key_reaches_only_queries_that_see_it(element: Any, content: float) -> None:
+    """Other queries stay finite. The int8 codes of a row with NaN used to be zeros, and its mean reached all keys."""
+    inputs = heads(100, dtype=BF16)
+    wanted = weft.attention(**inputs, is_causal=True, scores=element)
+    inputs["key"][0, 0, 70, 5] = content
+    result = weft.attention(**inputs, is_causal=True, scores=element)
+    assert result[:, :2, 70:].isnan().all()
+    assert result[:, :2, :70].isfinite().all()
+    assert torch.equal(result[:, 2:], wanted[:, 2:])
+    assert error(result[:, :2, :70], wanted[:, :2, :70]) < 0.1
+    inputs["query"][0, 3, 9, 0] = content
+    result = weft.attention(**inputs, is_causal=True, scores=element)
+    assert result[:, 3, 9].isnan().all()
+    assert result[:, 3].isnan().all(-1).sum() == 1
 
 
 # ---- values in e4m3 ------------------------------------------------------------------------------------------
 
 E4M3_STEP = 2.0**-4  # the largest relative error of a rounding to e4m3
-LEAST = (
-    2.0**-18
-)  # and the largest error of one below its normal numbers, relative to the largest weight of a row
+MIN_WEIGHT_ERROR = 2.0**-18  # largest error below e4m3's normal range, relative to the row's largest weight
 
 
 def decoded_values(value: Tensor, seen: Tensor | None = None) -> Tensor:
-    """What the codes of values [..., keys, numbers] stand for: a scale for each number over the keys that are seen."""
+    """Quantize values [..., keys, dim] with one scale per column over the seen keys, and dequantize to float64."""
     if seen is not None:
         value = torch.where(seen[:, None], value, 0.0)
     return decoded(value.mT.contiguous(), "e4m3").mT
 
 
-def assert_of_codes(found: weft.Attention, given: dict[str, Any], **options: Any) -> None:
-    """That results are those of the codes, with weights rounded to e4m3, for sequences [1, heads, tokens, dim]."""
+def assert_of_codes(result: weft.Attention, inputs: dict[str, Any], **options: Any) -> None:
+    """Assert that results match the dequantized codes with e4m3 weights, for sequences [1, heads, tokens, dim]."""
     smooth = "sinks" not in options and "softcap" not in options
-    q = decoded(given["query"], "e4m3")
-    k = decoded(smoothed(given["key"]) if smooth else given["key"], "e4m3")
-    v = decoded_values(given["value"], sees(q.shape[2], k.shape[2], options).any(0))
+    q = decoded(inputs["query"], "e4m3")
+    k = decoded(smoothed(inputs["key"]) if smooth else inputs["key"], "e4m3")
+    v = decoded_values(inputs["value"], sees(q.shape[2], k.shape[2], options).any(0))
     exact = weft.attention(q, k, v, **options, return_lse=True)
     size = weft.attention(q, k, v.abs(), **options)  # sum of p |v|
-    # Of keys all alike each has the weight 1 / seen, and the largest weight is not above 1.
+    # With equal scores each key has weight 1 / seen, and the largest weight is at most 1.
     seen = weft.attention(torch.zeros_like(q), k, v.abs(), **options | {"sinks": None})
-    least = LEAST * given["key"].shape[2] * seen
-    assert ((found.out.double() - exact.out).abs() <= (E4M3_STEP + 2.0**-8) * size + least).all()
+    slack = MIN_WEIGHT_ERROR * inputs["key"].shape[2] * seen
+    assert ((result.out.double() - exact.out).abs() <= (E4M3_STEP + 2.0**-8) * size + slack).all()
     finite = exact.lse.isfinite()
-    assert torch.equal(finite, found.lse.isfinite())
+    assert torch.equal(finite, result.lse.isfinite())
     if not smooth:
-        torch.testing.assert_close(found.lse[finite].double(), exact.lse[finite], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(result.lse[finite].double(), exact.lse[finite], rtol=1e-5, atol=1e-4)
 
 
 VALUES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
@@ -257,39 +254,39 @@ VALUES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ids=[f"{sizes['queries']}-{target}" for target, sizes, _ in VALUES],
 )
 def test_values_are_those_of_the_codes(target: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    given = heads(**sizes, dtype=BF16)
+    inputs = heads(**sizes, dtype=BF16)
     with choosing_for(target):
-        found = weft.attention(**given, **options, scores="e4m3", values="e4m3", return_lse=True)
-    assert_of_codes(found, given, **options)
+        result = weft.attention(**inputs, **options, scores="e4m3", values="e4m3", return_lse=True)
+    assert_of_codes(result, inputs, **options)
 
 
 @pytest.mark.parametrize("far", [0, 8])
-def test_weights_are_rounded_once_after_they_are_raised(far: int) -> None:
-    """Over a single block of keys, where the largest weight of a row is known from the beginning; also if it is that of
-    one key, and the others are near the smallest numbers of e4m3."""
-    given = heads(100, 60, dtype=BF16, dim=128)
-    given["query"][..., 0], given["key"][..., 0], given["key"][:, :, 0, 0] = 10.0, 0.0, far
-    found = weft.attention(**given, scores="int8", values="e4m3")
-    q, k = decoded(given["query"], "int8"), decoded(smoothed(given["key"]), "int8").repeat_interleave(2, 1)
-    v = decoded_values(given["value"]).repeat_interleave(2, 1)
+def test_weights_are_scaled_before_they_are_rounded(far: int) -> None:
+    """A single tile of keys gives the row maximum at once. With `far`, one key dominates and the other weights are near
+    the smallest e4m3 values."""
+    inputs = heads(100, 60, dtype=BF16, dim=128)
+    inputs["query"][..., 0], inputs["key"][..., 0], inputs["key"][:, :, 0, 0] = 10.0, 0.0, far
+    result = weft.attention(**inputs, scores="int8", values="e4m3")
+    q, k = decoded(inputs["query"], "int8"), decoded(smoothed(inputs["key"]), "int8").repeat_interleave(2, 1)
+    v = decoded_values(inputs["value"]).repeat_interleave(2, 1)
     s = q @ k.mT * 128**-0.5
     p = torch.exp(s - s.amax(-1, keepdim=True))
     rounded = (p * 256).float().to(torch.float8_e4m3fn).double() / 256
     wanted = rounded @ v / p.sum(-1, keepdim=True)
-    assert error(found, wanted) < 2e-3  # the rounding of the result
+    assert error(result, wanted) < 2e-3  # the rounding of the result
     assert far or error(wanted, p @ v / p.sum(-1, keepdim=True)) > 1e-2
 
 
 def test_values_of_sequences() -> None:
-    """Sequences that use some of their keys, packed or not, have the bits that they have alone. What lies beyond them
-    may hold anything, and so may the memory that codes are written to."""
+    """Sequences that use only some of their keys, packed or not, have the bits that they have alone, whatever the
+    unused keys and the memory for codes hold."""
     lengths = [0, 70, 33]
-    given = heads(100, 90, batch=3, dtype=BF16, v_dim=80)
-    given["value"][1] *= 100  # scales are those of a sequence
+    inputs = heads(100, 90, batch=3, dtype=BF16, v_dim=80)
+    inputs["value"][1] *= 100  # scales are those of a sequence
     sinks = torch.zeros(4)
     options: dict[str, Any] = {"scores": "e4m3", "values": "e4m3", "sinks": sinks, "return_lse": True}
     own = [
-        {name: x[i : i + 1, :, : None if name == "query" else length] for name, x in given.items()}
+        {name: x[i : i + 1, :, : None if name == "query" else length] for name, x in inputs.items()}
         for i, length in enumerate(lengths)
     ]
     alone = [weft.attention(**each, **options) for each in own]
@@ -297,13 +294,13 @@ def test_values_of_sequences() -> None:
     query, key, value = (
         torch.cat([each[name][0].transpose(0, 1) for each in own]) for name in ("query", "key", "value")
     )
-    given = {name: x.clone() for name, x in given.items()}
+    inputs = {name: x.clone() for name, x in inputs.items()}
     for i, length in enumerate(lengths):
-        given["key"][i, :, length:] = given["value"][i, :, length:] = float("nan")
+        inputs["key"][i, :, length:] = inputs["value"][i, :, length:] = float("nan")
     used = torch.tensor(lengths)
     starts, k_starts = torch.tensor([0, 100, 200, 300]), torch.cat([torch.zeros(1).long(), used.cumsum(0)])
     with guarded_allocations() as bands:
-        together = weft.attention(**given, kv_lengths=used, **options)
+        together = weft.attention(**inputs, kv_lengths=used, **options)
         joined = weft.attention(query, key, value, cu_seqlens=starts, cu_seqlens_k=k_starts, **options)
     for band in bands:
         band.check()
@@ -314,69 +311,69 @@ def test_values_of_sequences() -> None:
 
 
 def test_special_values() -> None:
-    """Zeros stay zeros, and a NaN reaches the numbers that it reaches without codes."""
-    given = heads(100, dtype=BF16)
-    given["value"][:, 0] = 0.0
-    given["value"][:, 1, 70, 3] = float("nan")
-    out = weft.attention(**given, is_causal=True, scores="e4m3", values="e4m3")
+    """Zeros stay zeros, and a NaN reaches the same elements as without codes."""
+    inputs = heads(100, dtype=BF16)
+    inputs["value"][:, 0] = 0.0
+    inputs["value"][:, 1, 70, 3] = float("nan")
+    out = weft.attention(**inputs, is_causal=True, scores="e4m3", values="e4m3")
     assert (out[:, :2] == 0).all()
-    wrong = weft.attention(**given, is_causal=True, engine="weft").isnan()
+    wrong = weft.attention(**inputs, is_causal=True, engine="weft").isnan()
     assert wrong[:, 2:, 70:, 3].all()
     assert torch.equal(out.isnan(), wrong)
 
 
-def errors(given: dict[str, Tensor], **options: Any) -> tuple[float, float]:
-    """The relative error of attention in eight bits against float64, and that of PyTorch in bf16."""
-    wanted = weft.attention(*(given[name].double() for name in ("query", "key", "value")))
-    plain = F.scaled_dot_product_attention(**given, enable_gqa=True)
-    return error(weft.attention(**given, **options), wanted), error(plain, wanted)
+def errors(inputs: dict[str, Tensor], **options: Any) -> tuple[float, float]:
+    """Return the relative errors of attention in eight bits and of PyTorch in bf16, against float64."""
+    wanted = weft.attention(*(inputs[name].double() for name in ("query", "key", "value")))
+    plain = F.scaled_dot_product_attention(**inputs, enable_gqa=True)
+    return error(weft.attention(**inputs, **options), wanted), error(plain, wanted)
 
 
 @pytest.mark.parametrize(("scores", "limits"), [("int8", (0.04, 0.04, 0.08)), ("e4m3", (0.06, 0.06, 0.06))])
 def test_errors_of_values(scores: Any, limits: tuple[float, ...]) -> None:
     for limit, (offset, outlier) in zip(limits, ((0.0, 1.0), (5.0, 1.0), (0.0, 20.0)), strict=True):
-        given = heads(200, dtype=BF16, dim=128)
-        given["key"][..., 3] *= outlier
-        given["key"] += offset
-        found, plain = errors(given, scores=scores, values="e4m3")
-        assert plain < found < limit, (offset, outlier)
+        inputs = heads(200, dtype=BF16, dim=128)
+        inputs["key"][..., 3] *= outlier
+        inputs["key"] += offset
+        result, plain = errors(inputs, scores=scores, values="e4m3")
+        assert plain < result < limit, (offset, outlier)
 
 
 def test_outliers_of_values_have_their_own_scale() -> None:
-    given = heads(200, dtype=BF16, dim=128)
-    given["value"][..., 3] *= 1000
-    found = weft.attention(**given, scores="e4m3", values="e4m3")
-    assert error(found[..., 4:], weft.attention(**given)[..., 4:]) < 0.06
+    inputs = heads(200, dtype=BF16, dim=128)
+    inputs["value"][..., 3] *= 1000
+    result = weft.attention(**inputs, scores="e4m3", values="e4m3")
+    assert error(result[..., 4:], weft.attention(**inputs)[..., 4:]) < 0.06
 
 
 def test_the_same_bits_in_every_run() -> None:
-    given = heads(150, batch=2, dtype=BF16)
-    one, two = (weft.attention(**given, is_causal=True, scores="e4m3", values="e4m3") for _ in range(2))
+    inputs = heads(150, batch=2, dtype=BF16)
+    one, two = (weft.attention(**inputs, is_causal=True, scores="e4m3", values="e4m3") for _ in range(2))
     assert torch.equal(one, two)
 
 
 def test_compiled_is_eager() -> None:
-    def attend(*given: Tensor) -> Any:
-        return weft.attention(*given, is_causal=True, scores="int8", values="e4m3", return_lse=True)[:2]
+    def attend(*inputs: Tensor) -> Any:
+        return weft.attention(*inputs, is_causal=True, scores="int8", values="e4m3", return_lse=True)[:2]
 
     torch._dynamo.reset()
-    given = heads(70, dtype=BF16).values()
+    inputs = heads(70, dtype=BF16).values()
     for one, other in zip(
-        torch.compile(attend, fullgraph=True, backend="aot_eager")(*given), attend(*given), strict=True
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs), attend(*inputs), strict=True
     ):
         assert torch.equal(one, other)
 
 
 def test_mistakes_are_named() -> None:
-    given = heads(20)
+    inputs = heads(20)
     with pytest.raises(ValueError, match="values must be"):
-        weft.attention(**given, scores="int8", values="int8")  # type: ignore[arg-type]
+        weft.attention(**inputs, scores="int8", values="int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="go with scores"):
-        weft.attention(**given, values="e4m3")
-    with choosing_for("sm_80"), pytest.raises(ValueError, match="sm_80 multiplies no e4m3: leave"):
-        weft.attention(**given, scores="int8", values="e4m3")
+        weft.attention(**inputs, values="e4m3")
+    with choosing_for("sm_80"), pytest.raises(ValueError, match="sm_80 cannot multiply e4m3: leave"):
+        weft.attention(**inputs, scores="int8", values="e4m3")
     with pytest.raises(ValueError, match="scores must be"):
-        weft.attention(**given, scores="int4")  # type: ignore[arg-type]
-    given["query"].requires_grad_()
+        weft.attention(**inputs, scores="int4")  # type: ignore[arg-type]
+    inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for inference"):
-        weft.attention(**given, scores="int8")
+        weft.attention(**inputs, scores="int8")

@@ -1,7 +1,7 @@
-"""Who attends: the table, what sends a call back to Weft's own kernels, what is recorded, and the calls of libraries.
+"""Engines of attention: the table, calls that fall back to Weft's own kernels, recording, and library calls.
 
-PyTorch's kernel for CPUs runs for real. Those for GPUs are called by their own argument lists: of PyTorch's on meta
-tensors, of other libraries in stand-ins that compute what the library's documents say, on a CPU.
+PyTorch's CPU kernel runs for real. GPU kernels are called with their own argument lists: PyTorch's on meta tensors,
+other libraries' on stand-ins that compute on a CPU what the library documents.
 """
 
 from __future__ import annotations
@@ -42,25 +42,29 @@ NO_MASK, CAUSAL = Mask(None, None, True), Mask(None, 0, True)
 
 
 def library(name: str) -> Library:
-    (found,) = (each for each in LIBRARIES if each.name == name)
-    return found
+    (match,) = (each for each in LIBRARIES if each.name == name)
+    return match
 
 
 def run(upstream: Tensor | None = None, dlse: Tensor | None = None, **call: Any) -> list[Tensor]:
-    """The result, lse, and the gradients of query, key and value."""
+    """Return the result, lse, and the gradients of query, key and value."""
     leaves = {name: call[name].detach().requires_grad_() for name in ("query", "key", "value")}
-    found = weft.attention(**call | leaves | {"return_lse": True})
-    assert isinstance(found, weft.Attention)
+    result = weft.attention(**call | leaves | {"return_lse": True})
+    assert isinstance(result, weft.Attention)
     if upstream is None:
-        upstream = torch.randn(found.out.shape, generator=torch.Generator().manual_seed(9)).to(
-            found.out.dtype
+        upstream = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(9)).to(
+            result.out.dtype
         )
-    outs, grads = ([found.out], [upstream]) if dlse is None else ([found.out, found.lse], [upstream, dlse])
-    return [found.out.detach(), found.lse.detach(), *torch.autograd.grad(outs, list(leaves.values()), grads)]
+    outs, grads = ([result.out], [upstream]) if dlse is None else ([result.out, result.lse], [upstream, dlse])
+    return [
+        result.out.detach(),
+        result.lse.detach(),
+        *torch.autograd.grad(outs, list(leaves.values()), grads),
+    ]
 
 
-def who(**call: Any) -> list[str]:
-    """The engines of a forward and a backward."""
+def engines_used(**call: Any) -> list[str]:
+    """Return the engines of a forward and a backward."""
     with weft.record_engines() as used:
         run(**call)
     assert [one.backward for one in used] == [False, True]
@@ -70,19 +74,19 @@ def who(**call: Any) -> list[str]:
 # ---- the table ----------------------------------------------------------------------------------------------
 
 
-def test_the_table_names_what_there_is() -> None:
+def test_the_table_names_known_libraries() -> None:
     names = [each.name for each in LIBRARIES]
     assert len(set(names)) == len(names)
     assert {each.engine for each in LIBRARIES} | {"auto", "weft"} == set(engines.ENGINES)
     for rule in TABLE:
-        found = library(rule.library)
-        assert set(rule.targets) <= set(found.targets)
+        entry = library(rule.library)
+        assert set(rule.targets) <= set(entry.targets)
         assert rule.why
-        assert not rule.backward or found.backward is not None
+        assert not rule.backward or entry.backward is not None
         assert all(Capabilities.of(target) for target in rule.targets)
 
 
-def test_doctor_has_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_on_describes_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_on("cpu") == "torch (PyTorch on CPUs): bf16, fp16 forward; weft: the others"
     assert attention_on("sm_80") == attention_on("gfx950") == "weft"
     monkeypatch.setitem(engines._BY_NAME, "cuDNN", library("cuDNN")._replace(missing=lambda: None))
@@ -109,8 +113,8 @@ def test_what_ran_is_recorded() -> None:
 # ---- PyTorch's kernel for CPUs --------------------------------------------------------------------------------
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).square().mean().sqrt())
+def error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -125,12 +129,12 @@ def error(found: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_torch_is_as_accurate(dtype: torch.dtype, sizes: dict[str, Any], mask: dict[str, Any]) -> None:
-    """At most 1.1 times the error of Weft's own kernels. The lse of PyTorch's kernel was measured to be
-    off by up to 7e-5; 1e-4 is allowed. The gradients are by Weft's own kernels after PyTorch's forward."""
+    """PyTorch's error is at most 1.1 times that of Weft's own kernels. Its lse was measured to be off by up to 7e-5;
+    1e-4 is allowed. The gradients come from Weft's own kernels after PyTorch's forward."""
     call = heads(**sizes, dtype=dtype) | mask
     exact = run(**call | {name: call[name].double() for name in ("query", "key", "value")})
     own, auto = run(**call, engine="weft"), run(**call)
-    assert who(**call) == ["torch", "weft"]
+    assert engines_used(**call) == ["torch", "weft"]
     for i, (ours, theirs, truth) in enumerate(zip(own, auto, exact, strict=True)):
         assert theirs.dtype == ours.dtype
         assert theirs.stride() == ours.stride()
@@ -140,31 +144,31 @@ def test_torch_is_as_accurate(dtype: torch.dtype, sizes: dict[str, Any], mask: d
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_insisting_on_torch_gives_its_bits(layout: str, dtype: torch.dtype) -> None:
-    """Forward and backward are those of F.scaled_dot_product_attention."""
-    given = heads(90, batch=2, dtype=dtype)
+def test_requiring_torch_gives_its_bits(layout: str, dtype: torch.dtype) -> None:
+    """Forward and backward have the bits of F.scaled_dot_product_attention."""
+    inputs = heads(90, batch=2, dtype=dtype)
     order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
     back = [order.index(i) for i in range(4)]
-    call = {name: x.permute(order) for name, x in given.items()}
-    assert who(**call, layout=layout, is_causal=True, engine="torch") == ["torch", "torch"]
+    call = {name: x.permute(order) for name, x in inputs.items()}
+    assert engines_used(**call, layout=layout, is_causal=True, engine="torch") == ["torch", "torch"]
     upstream = torch.randn(2, 4, 90, 64).to(dtype)
-    found = run(upstream.permute(order), **call, layout=layout, is_causal=True, engine="torch")
-    leaves = [x.detach().requires_grad_() for x in given.values()]
+    result = run(upstream.permute(order), **call, layout=layout, is_causal=True, engine="torch")
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
     wanted = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(wanted, leaves, upstream)
-    for one, other in zip([found[0], *found[2:]], [wanted, *grads], strict=True):
+    for one, other in zip([result[0], *result[2:]], [wanted, *grads], strict=True):
         assert torch.equal(one.permute(back), other)
 
 
 def test_any_strides() -> None:
-    """PyTorch's kernel reads wrong numbers if those of a head are no neighbours."""
+    """PyTorch's kernel reads wrong elements if a head is not contiguous."""
     call = heads(70, dtype=BF16, batch=2) | {"is_causal": True, "engine": "torch"}
     wanted = run(**call)
-    turned = {name: call[name].mT.contiguous().mT for name in ("query", "key", "value")}
-    # 16 bytes at once would cross from one head to another.
+    transposed = {name: call[name].mT.contiguous().mT for name in ("query", "key", "value")}
+    # A 16-byte load would cross from one head into the next.
     odd = {name: F.pad(call[name], (1, 2))[..., 1:-2] for name in ("query", "key", "value")}
     second = {name: call[name].repeat_interleave(2, -1)[..., ::2] for name in ("query", "key", "value")}
-    for other in (turned, odd, second):
+    for other in (transposed, odd, second):
         for one, right in zip(run(**call | other), wanted, strict=True):
             assert torch.equal(one, right)
     upstream = torch.randn(64).to(BF16).expand(2, 4, 70, 64)
@@ -194,10 +198,10 @@ def test_compiled(engine: Any) -> None:
     grads = torch.autograd.grad(wanted, leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     with weft.record_engines() as used:
-        found = compiled(*leaves)
-        found_grads = torch.autograd.grad(found, leaves)
+        result = compiled(*leaves)
+        found_grads = torch.autograd.grad(result, leaves)
     assert [one.engine for one in used] == ["torch", "weft" if engine == "auto" else "torch"]
-    assert torch.equal(found, wanted)
+    assert torch.equal(result, wanted)
     for one, other in zip(found_grads, grads, strict=True):
         assert torch.equal(one, other)
 
@@ -209,7 +213,7 @@ def test_a_graph_refuses_when_it_runs() -> None:
         compiled(**call, softcap=3.0, engine="torch")
 
 
-# ---- what sends a call back -----------------------------------------------------------------------------------
+# ---- calls that fall back to Weft ------------------------------------------------------------------------------
 
 LACKS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": (heads(20, dtype=BF16) | {"sinks": torch.zeros(4)}, "sinks"),
@@ -225,7 +229,7 @@ LACKS: dict[str, tuple[dict[str, Any], str]] = {
     "widths": (heads(20, dim=64, v_dim=32, dtype=BF16), "heads of 64 and 32"),
     "no keys": (heads(20, 0, dtype=BF16), "0 keys"),
     "return_max": (heads(20, dtype=BF16) | {"return_max": True}, "return_max"),
-    "quantize": (heads(20, dim=128, dtype=BF16) | {"quantize": "1x128"}, "a quantised result"),
+    "quantize": (heads(20, dim=128, dtype=BF16) | {"quantize": "1x128"}, "a quantized result"),
 }
 
 
@@ -240,12 +244,12 @@ def test_what_torch_lacks_is_left_to_weft(case: str) -> None:
     assert used == []
 
 
-def test_fp32_is_left_to_weft_unless_somebody_insists() -> None:
-    assert who(**heads(20)) == ["weft", "weft"]
-    assert who(**heads(20), engine="torch") == ["torch", "torch"]
+def test_fp32_is_left_to_weft_unless_torch_is_required() -> None:
+    assert engines_used(**heads(20)) == ["weft", "weft"]
+    assert engines_used(**heads(20), engine="torch") == ["torch", "torch"]
 
 
-def test_queries_without_a_key_are_found() -> None:
+def test_all_see_agrees_with_the_mask() -> None:
     bounds = (None, 0, 1, 3)
     for left, right, lower, queries, keys in itertools.product(
         bounds, bounds, (True, False), range(1, 7), range(1, 7)
@@ -257,29 +261,29 @@ def test_queries_without_a_key_are_found() -> None:
 
 @pytest.mark.parametrize("queries", [70, 800])
 def test_threads_change_no_bit(queries: int) -> None:
-    """Nor does a batch."""
+    """Neither the number of threads nor the batch changes a bit."""
     call = heads(queries, batch=3, dtype=BF16) | {"is_causal": True, "engine": "torch"}
-    found = []
+    result = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(run(**call))
+        result.append(run(**call))
     upstream = torch.randn(3, 4, queries, 64, generator=torch.Generator().manual_seed(9)).to(BF16)
     alone = {name: call[name][1:2] for name in ("query", "key", "value")}
-    for one, other, own in zip(*found, run(upstream[1:2], **call | alone), strict=True):
+    for one, other, own in zip(*result, run(upstream[1:2], **call | alone), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one[1:2], own)
 
 
 def test_a_gradient_of_lse_is_left_to_weft() -> None:
     call, dlse = heads(20, dtype=BF16), torch.randn(1, 4, 20)
-    assert who(**call, engine="torch", dlse=dlse) == ["torch", "weft"]
+    assert engines_used(**call, engine="torch", dlse=dlse) == ["torch", "weft"]
     for one, other in zip(
         run(**call, engine="torch", dlse=dlse)[2:], run(**call, engine="weft", dlse=dlse)[2:], strict=True
     ):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
 
 
-def test_an_engine_that_cannot_be_is_refused() -> None:
+def test_unsupported_engines_are_refused() -> None:
     call = heads(20, dtype=BF16)
     with pytest.raises(ValueError, match=r"engine must be 'auto', 'weft', .* or 'aiter'; got 'cudnn'"):
         weft.attention(**call, engine="cudnn")  # type: ignore[call-overload]
@@ -289,15 +293,15 @@ def test_an_engine_that_cannot_be_is_refused() -> None:
 
 
 def test_a_call_is_refused_before_anything_runs() -> None:
-    """Also one that no kernel would serve."""
+    """Unsupported calls raise early, also those that launch no kernel."""
     with weft.backend("reference"), pytest.raises(ValueError, match="engine='torch' lacks softcap"):
         weft.attention(**heads(20, dtype=BF16), softcap=3.0, engine="torch")
     with pytest.raises(ValueError, match="engine='fa2' lacks kernels for cpu"):
         weft.attention(**heads(0, dtype=BF16), engine="fa2")
 
 
-def test_recording_meets_no_library() -> None:
-    """Whoever bundles kernels wants Weft's own, which serve where a library is missing."""
+def test_recording_calls_no_library() -> None:
+    """Bundles of kernels need Weft's own, which run where a library is missing."""
     call = {name: torch.empty(x.shape, dtype=BF16, device="meta") for name, x in heads(128, dim=128).items()}
     for engine in ("auto", "fa3"):
         with recording("sm_90") as variants:
@@ -305,20 +309,20 @@ def test_recording_meets_no_library() -> None:
         assert {variant.kernel for variant in variants} == {"attention_kernel"}
 
 
-# ---- who is chosen on GPUs ------------------------------------------------------------------------------------
+# ---- choice on GPUs -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All libraries are there."""
-    there = tuple(each._replace(missing=lambda: None) for each in LIBRARIES)
-    monkeypatch.setattr(engines, "LIBRARIES", there)
-    monkeypatch.setattr(engines, "_BY_NAME", {each.name: each for each in there})
+    """Pretend that all libraries are installed."""
+    installed = tuple(each._replace(missing=lambda: None) for each in LIBRARIES)
+    monkeypatch.setattr(engines, "LIBRARIES", installed)
+    monkeypatch.setattr(engines, "_BY_NAME", {each.name: each for each in installed})
 
 
 @pytest.fixture
 def gpu() -> Iterator[Callable[..., AttentionArgs]]:
-    """Makes arguments of a forward on a GPU that is not there."""
+    """Provide a function that makes arguments of a forward on a fake GPU."""
 
     def make(**options: Any) -> AttentionArgs:
         dtype = options.pop("dtype", BF16)
@@ -352,12 +356,12 @@ def backward_of(
 
 
 def chosen(a: AttentionArgs | AttentionBackwardArgs, target: str) -> str:
-    found = choose_library(a, Capabilities.of(target))
-    return "Weft" if found is None else found.name
+    choice = choose_library(a, Capabilities.of(target))
+    return "Weft" if choice is None else choice.name
 
 
 @pytest.mark.usefixtures("everything")
-def test_who_is_chosen(gpu: Callable[..., AttentionArgs]) -> None:
+def test_choice_on_gpus(gpu: Callable[..., AttentionArgs]) -> None:
     plain = gpu(mask=CAUSAL)
     for target, name in (
         ("sm_80", "Weft"), ("sm_86", "Weft"), ("sm_89", "Weft"), ("sm_120", "Weft"), ("gfx942", "Weft"),
@@ -389,7 +393,7 @@ TO_WEFT: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.zeros(8)},
     "kv_lengths": {"packed": Packed(None, None, torch.tensor([3, 4]))},
     "return_max": {"return_max": True},
-    "quantised": {"result": plain_result(BF16)._replace(format="e4m3:1x128:te")},
+    "quantized": {"result": plain_result(BF16)._replace(format="e4m3:1x128:te")},
     "fp32": {"dtype": FP32},
     "no keys": {"keys": 0},
     "odd heads": {"dim": 60, "v_dim": 60},
@@ -442,7 +446,7 @@ def test_what_flash_attention_has(case: str, gpu: Callable[..., AttentionArgs]) 
 
 
 @pytest.mark.usefixtures("everything")
-def test_backwards_that_vary_are_not_used(gpu: Callable[..., AttentionArgs]) -> None:
+def test_nondeterministic_backwards_are_not_used(gpu: Callable[..., AttentionArgs]) -> None:
     wide = gpu(dim=256, v_dim=256)
     assert chosen(wide, "sm_90") == "FlashAttention-3"
     assert chosen(backward_of(wide, wide.query, wide.query), "sm_90") == "Weft"
@@ -467,7 +471,7 @@ def test_a_gradient_of_lse_goes_to_weft(gpu: Callable[..., AttentionArgs]) -> No
 
 @pytest.mark.usefixtures("everything")
 def test_tensors_on_a_cpu_do_not_go_to_a_gpu() -> None:
-    """`choosing_for` runs what a GPU would launch."""
+    """`choosing_for` runs a GPU's launches on CPU tensors."""
     call = arguments(*heads(20, dtype=BF16).values())
     assert chosen(call, "sm_90") == "Weft"
     with pytest.raises(ValueError, match="engine='fa3' lacks kernels for tensors on cpu"):
@@ -478,7 +482,7 @@ def test_tensors_on_a_cpu_do_not_go_to_a_gpu() -> None:
 
 
 def outputs(a: AttentionArgs) -> AttentionOutputs:
-    """Room as the op makes it."""
+    """Allocate outputs as the op does."""
     batch, count, tokens = a.query.shape[:3]
     y = a.query.new_empty(batch, tokens, count, a.value.shape[-1]).transpose(1, 2)
     lse = torch.empty(batch, count, tokens, device=y.device)
@@ -487,12 +491,12 @@ def outputs(a: AttentionArgs) -> AttentionOutputs:
 
 @pytest.mark.parametrize("name", ["cuDNN", "PyTorch flash"])
 def test_calls_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its meta functions take the arguments and give results of the right shapes."""
+    """PyTorch's meta functions accept the arguments and return results of the right shapes."""
     query, key, value = (torch.empty(x.shape, dtype=BF16, device="meta") for x in heads(100).values())
     a = arguments(query, key, value, mask=CAUSAL)
     o = outputs(a)
     attend(library(name), o, a)
-    found, calls = library(name), []
+    entry, calls = library(name), []
     for op in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"):
         real = getattr(torch.ops.aten, op)
 
@@ -503,14 +507,14 @@ def test_calls_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return real(*args, **kwargs)
 
         monkeypatch.setattr(torch.ops.aten, op, called)
-    attend(found, o, a)
+    attend(entry, o, a)
     (call,) = calls
     assert (call["dropout_p"], call["is_causal"], call["scale"]) == (0.0, True, 0.125)
     assert call["query"].shape == (1, 4, 100, 64)
     assert call.get("compute_log_sumexp", True) is True
-    if found.backward is not None:
+    if entry.backward is not None:
         grads = AttentionGradients(*(torch.empty_like(x) for x in (query, key, value)), None)
-        attend_backward(found, grads, backward_of(a, o.result.y.transpose(1, 2), o.lse))
+        attend_backward(entry, grads, backward_of(a, o.result.y.transpose(1, 2), o.lse))
 
 
 # ---- other libraries --------------------------------------------------------------------------------------------
@@ -519,8 +523,8 @@ def test_calls_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None, softcap: float, starts: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What FlashAttention computes, in fp32: heads [batch, tokens, heads, numbers], or packed ones; masks aligned to
-    the lower right; tokens of no sequence are not written."""
+    """Compute what FlashAttention does, in fp32: heads [batch, tokens, heads, dim] or packed; masks aligned to the
+    lower right; tokens outside all sequences are not written."""
     if starts is not None:
         out, lse = q.new_full((*q.shape[:2], v.shape[-1]), math.nan), q.new_full(q.shape[1::-1], math.nan)
         for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
@@ -553,8 +557,8 @@ def forward(
         assert all(place % 8 == 0 for place in (x.storage_offset(), *x.stride()[:-1]))
     left, right = (None if side in (None, -1) else side for side in window)
     right = 0 if causal else right
-    found = flash(q.float(), k.float(), v.float(), scale, left, right, softcap, starts)
-    return found[0].to(q.dtype), found[1]
+    result = flash(q.float(), k.float(), v.float(), scale, left, right, softcap, starts)
+    return result[0].to(q.dtype), result[1]
 
 
 def backward(
@@ -576,7 +580,7 @@ def backward(
         place[used] = grad[used]
 
 
-# The argument lists are those of the libraries, in the versions that `libraries` names.
+# Argument lists are copied from the library versions that `libraries` names.
 
 
 class FA2:
@@ -674,12 +678,12 @@ class FA4:
         assert return_lse
         assert -1 not in (window_size_left, window_size_right)
         window = window_size_left, window_size_right
-        made = forward(q, k, v, softmax_scale, causal, window, softcap, cu_seqlens_q)
+        results = forward(q, k, v, softmax_scale, causal, window, softcap, cu_seqlens_q)
         if out is not None:
-            out.copy_(made[0])
-            lse.copy_(made[1])
-            made = out, lse
-        return *made, None, None
+            out.copy_(results[0])
+            lse.copy_(results[1])
+            results = out, lse
+        return *results, None, None
 
     @staticmethod
     def _flash_attn_bwd(
@@ -743,7 +747,7 @@ MODULES = {
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a stand-in for a library in its place, which serves CPUs."""
+    """Provide a function that replaces a library by a stand-in for CPUs."""
 
     def put(engine: str) -> None:
         path, functions = MODULES[engine]
@@ -762,8 +766,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    """Which modules there are is known from the first time they are asked for."""
+def _clear_module_cache() -> Iterator[None]:
+    """Clear the cache of module checks after each test."""
     yield
     libraries._missing.cache_clear()
 
@@ -773,7 +777,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "full": heads(70, 90, batch=2, dtype=BF16),
     "causal": heads(70, 90, batch=2, dtype=BF16) | LOWER,
     "square": heads(70, dtype=BF16) | {"is_causal": True, "causal_align": "upper_left", "scale": 0.3},
-    "no neighbours": {name: x.mT.contiguous().mT for name, x in heads(70, dtype=BF16).items()} | LOWER,
+    "not contiguous": {name: x.mT.contiguous().mT for name, x in heads(70, dtype=BF16).items()} | LOWER,
     "odd place": {name: F.pad(x, (1, 7))[..., 1:-7] for name, x in heads(70, dtype=BF16).items()},
     "odd strides": {name: F.pad(x, (0, 3))[..., :-3] for name, x in heads(70, dtype=BF16).items()},
     "every second": {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in heads(70, dtype=BF16).items()},
@@ -800,34 +804,34 @@ CASES = [
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
 def test_calls_of_libraries(engine: str, name: str, stand_in: Callable[[str], None]) -> None:
-    """The stand-in gives what Weft's own kernels give, up to the rounding of p, ds and results to bf16, and is reached
-    by both ways."""
+    """Forward and backward reach the stand-in, which agrees with Weft's own kernels up to the rounding of p, ds and
+    results to bf16."""
     stand_in(engine)
     call = CALLS[name]
-    assert who(**call, engine=engine) == [engine, engine]
-    found, own = run(**call, engine=engine), run(**call, engine="weft")
-    for part, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, own, strict=True):
+    assert engines_used(**call, engine=engine) == [engine, engine]
+    result, own = run(**call, engine=engine), run(**call, engine="weft")
+    for part, one, other in zip(("out", "lse", "dq", "dk", "dv"), result, own, strict=True):
         assert one.stride() == other.stride()
         size = 1.0 if part == "lse" else max(1.0, float(other.abs().max()))
         torch.testing.assert_close(
             one, other, rtol=1e-5, atol=(1e-5 if part == "lse" else 0.01) * size, msg=part
         )
     if "cu_seqlens" in call:
-        for one in (found[0], *found[2:]):
+        for one in (result[0], *result[2:]):
             assert not one[70:].count_nonzero()
             assert not one[: call["cu_seqlens"][0]].count_nonzero()
-        assert (found[1][:, 70:] == -math.inf).all()
+        assert (result[1][:, 70:] == -math.inf).all()
 
 
 @pytest.mark.parametrize("starts", [[0, 40, 75_000], [-3, 40, 75], [0, 60, 40, 75], [0, 2**31 - 1, -(2**31)]])
 @pytest.mark.parametrize("engine", ["fa2", "fa3", "fa4"])
-def test_starts_out_of_range_are_kept_from_libraries(
+def test_libraries_get_no_starts_out_of_range(
     engine: str, starts: list[int], stand_in: Callable[[str], None]
 ) -> None:
-    """They would read and write beyond the tokens. The results are NaN."""
+    """Libraries would read and write beyond the tokens. The results are NaN."""
     stand_in(engine)
     call = CALLS["packed"] | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
-    assert who(**call, engine=engine) == [engine, engine]
+    assert engines_used(**call, engine=engine) == [engine, engine]
     assert all(part.isnan().all() for part in run(**call, engine=engine))
 
 
@@ -840,10 +844,10 @@ def test_libraries_in_a_graph(stand_in: Callable[[str], None]) -> None:
         return weft.attention(*leaves, cu_seqlens=call["cu_seqlens"], is_causal=True, engine="fa2")
 
     with weft.record_engines() as used:
-        found = torch.compile(out, fullgraph=True, backend="aot_eager")(*leaves)
-        grads = torch.autograd.grad(found.sum(), leaves)
+        result = torch.compile(out, fullgraph=True, backend="aot_eager")(*leaves)
+        grads = torch.autograd.grad(result.sum(), leaves)
     assert [one.engine for one in used] == ["fa2", "fa2"]
-    assert torch.equal(found, out(*leaves))
+    assert torch.equal(result, out(*leaves))
     for one, other in zip(grads, torch.autograd.grad(out(*leaves).sum(), leaves), strict=True):
         assert torch.equal(one, other)
 

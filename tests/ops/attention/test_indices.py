@@ -1,6 +1,6 @@
-"""Starts, lengths and page numbers of any content: no address leaves a tensor, and nothing wrong looks right.
+"""Arbitrary starts, lengths and page numbers: no address leaves a tensor, and no wrong result looks right.
 
-A sequence whose starts or length are out of range gives NaN; its neighbors are as they are without it.
+A sequence whose starts or length are out of range gives NaN; its neighbors keep their results.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ MANY, FEW = 2**31 - 1, -(2**31)
 NAMES = ("out", "lse", "max", "dquery", "dkey", "dvalue", "dsinks")
 
 
-def found(given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """Results and gradients of attention, with a lower right mask and sinks."""
-    leaves = [given[name].clone().requires_grad_() for name in ("query", "key", "value")]
+def results(inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    """Compute results and gradients of attention with lower-right alignment and sinks."""
+    leaves = [inputs[name].clone().requires_grad_() for name in ("query", "key", "value")]
     sinks = torch.tensor([0.3, -0.2, 1.0, -1.0]).requires_grad_()
-    rest = {name: x for name, x in given.items() if name not in ("query", "key", "value")}
+    rest = {name: x for name, x in inputs.items() if name not in ("query", "key", "value")}
     options = {"causal_align": "lower_right", "return_lse": True, "return_max": True} | options
-    made = attend(*leaves, sinks=sinks, **rest, **options)
-    upstream = torch.randn(made.out.shape, generator=torch.Generator().manual_seed(3)).to(made.out.dtype)
-    grads = torch.autograd.grad(made.out, [*leaves, sinks], upstream)
-    return dict(zip(NAMES, (*(x.detach() for x in made), *grads), strict=True))
+    outputs = attend(*leaves, sinks=sinks, **rest, **options)
+    upstream = torch.randn(outputs.out.shape, generator=torch.Generator().manual_seed(3)).to(
+        outputs.out.dtype
+    )
+    grads = torch.autograd.grad(outputs.out, [*leaves, sinks], upstream)
+    return dict(zip(NAMES, (*(x.detach() for x in outputs), *grads), strict=True))
 
 
 def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -57,35 +59,35 @@ PAIRS = [(q, k) for q, k in itertools.product(STARTS, STARTS) if len(q) == len(k
     "number", [pytest.param(i, marks=[] if i % 4 == 0 else [pytest.mark.slow]) for i in range(len(PAIRS))]
 )
 def test_starts_of_any_content(number: int) -> None:
-    """The kernels give what the reference gives, in which Python's slices cannot leave a tensor."""
+    """The kernels agree with the reference, whose Python slices cannot leave a tensor."""
     dtype = torch.int64 if number // 4 % 2 else torch.int32
     q, k = (torch.tensor(starts, dtype=dtype) for starts in PAIRS[number])
-    given = packed([150]) | {"cu_seqlens": q, "cu_seqlens_k": k}
+    inputs = packed([150]) | {"cu_seqlens": q, "cu_seqlens_k": k}
     if number // 8 % 2:
-        given["kv_lengths"] = torch.tensor([1000, -5, 3, 7, 2][: len(q) - 1])
+        inputs["kv_lengths"] = torch.tensor([1000, -5, 3, 7, 2][: len(q) - 1])
     for causal in (False, True):
-        kernels = found(given, is_causal=causal)
+        kernels = results(inputs, is_causal=causal)
         with weft.backend("reference"):
-            assert_alike(kernels, found(given, is_causal=causal))
+            assert_alike(kernels, results(inputs, is_causal=causal))
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_starts_lead_to_no_other_memory(target: str) -> None:
-    """As the sanitizer sees it, with tiles of a CPU and of a GPU."""
+    """The sanitizer reports no access outside a tensor, with the tiles of a CPU and of a GPU."""
     for starts in ([0, 120, 50, 150], [MANY, 0, 10**6, FEW], [-100, 5000, 20, 140]):
-        given = packed([150]) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
-        given["kv_lengths"] = torch.tensor([MANY, -7, 5])
+        inputs = packed([150]) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
+        inputs["kv_lengths"] = torch.tensor([MANY, -7, 5])
         with choosing_for(target), triton_loom.sanitize() as seen:
-            found(given, is_causal=True)
+            results(inputs, is_causal=True)
         assert seen.launches
 
 
 def test_starts_lead_to_no_other_codes_of_values() -> None:
-    """Sequences that overlap as they are given would write to each other's codes."""
+    """Without clamping, overlapping sequences would write to each other's codes."""
     for starts in ([0, 120, 0, 140], [0, 5000, 20, 140], [3, MANY, 10**6, FEW]):
-        given = packed([150], dtype=BF16) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
+        inputs = packed([150], dtype=BF16) | {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
         with triton_loom.sanitize():
-            out = attend(**given, scores="e4m3", values="e4m3")
+            out = attend(**inputs, scores="e4m3", values="e4m3")
         assert out.isnan().any()
     alone = packed([150], dtype=BF16) | {"cu_seqlens": torch.tensor([0, 120, 120, 150], dtype=torch.int32)}
     broken = alone | {"cu_seqlens": torch.tensor([0, 120, 0, 150], dtype=torch.int32)}
@@ -97,11 +99,11 @@ def test_starts_lead_to_no_other_codes_of_values() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("last", [MANY, 151, 60, -1])
 def test_a_sequence_out_of_range_is_nan_and_its_neighbors_are_not(last: int, causal: bool) -> None:
-    """A last start beyond the tokens, and one before the sequence begins."""
-    given = packed([70, 80])
-    given["cu_seqlens"] = torch.tensor([0, 70, last, last], dtype=torch.int32)
+    """Cases: a last start beyond the tokens, and one before the sequence begins."""
+    inputs = packed([70, 80])
+    inputs["cu_seqlens"] = torch.tensor([0, 70, last, last], dtype=torch.int32)
     sound = packed([70, 80]) | {"cu_seqlens": torch.tensor([0, 70], dtype=torch.int32)}
-    broken, alone = found(given, is_causal=causal), found(sound, is_causal=causal)
+    broken, alone = results(inputs, is_causal=causal), results(sound, is_causal=causal)
     assert torch.equal(broken["out"][:70], alone["out"][:70])
     assert torch.equal(broken["dquery"][:70], alone["dquery"][:70])
     assert torch.equal(broken["dkey"][:70], alone["dkey"][:70])
@@ -117,13 +119,13 @@ def test_a_sequence_out_of_range_is_nan_and_its_neighbors_are_not(last: int, cau
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_tokens_before_the_first_sequence_belong_to_none(causal: bool) -> None:
-    """They were attended to by the first sequence without a causal mask."""
-    given = packed([5, 60, 70], pads=15)
-    late = given | {"cu_seqlens": torch.tensor([5, 65, 135], dtype=torch.int32)}
+    """Without a causal mask, the first sequence used to attend to them."""
+    inputs = packed([5, 60, 70], pads=15)
+    late = inputs | {"cu_seqlens": torch.tensor([5, 65, 135], dtype=torch.int32)}
     for name in ("query", "key", "value"):
         late[name] = late[name].clone()
         late[name][:5] = late[name][135:] = math.nan
-    wanted, got = found(given, is_causal=causal), found(late, is_causal=causal)
+    wanted, got = results(inputs, is_causal=causal), results(late, is_causal=causal)
     for name in ("out", "dquery", "dkey", "dvalue"):
         assert torch.equal(got[name][5:135], wanted[name][5:135]), name
         assert not got[name][:5].count_nonzero(), name
@@ -133,16 +135,16 @@ def test_tokens_before_the_first_sequence_belong_to_none(causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_kv_lengths_out_of_range(dtype: torch.dtype) -> None:
-    """Below 0 a sequence uses no keys; above the number of its keys it gives NaN, also where 32 bits would wrap."""
+    """A negative length uses no keys; one above the number of keys gives NaN, also where 32 bits would wrap."""
     lengths = torch.tensor(
         [-(2**31), 30, 31, 2**31 - 1] if dtype is torch.int32 else [-(2**40), 30, 31, 2**32 + 5]
     )
-    given = heads(20, 30, batch=4) | {"kv_lengths": lengths.to(dtype)}
-    got = found(given)
+    inputs = heads(20, 30, batch=4) | {"kv_lengths": lengths.to(dtype)}
+    got = results(inputs)
     with weft.backend("reference"):
-        assert_alike(got, found(given))
+        assert_alike(got, results(inputs))
     assert not got["out"][0].count_nonzero()
-    assert torch.equal(got["out"][1], found(heads(20, 30, batch=4))["out"][1])
+    assert torch.equal(got["out"][1], results(heads(20, 30, batch=4))["out"][1])
     for name in ("out", "lse", "dquery", "dkey", "dvalue"):
         assert got[name][2:].isnan().all(), name
         assert got[name][:2].isnan().sum() == 0, name
@@ -151,9 +153,9 @@ def test_kv_lengths_out_of_range(dtype: torch.dtype) -> None:
 # ---- pages and lengths --------------------------------------------------------------------------------------
 
 
-def decoded(given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    made = decode(**given, **options)
-    return {"out": made.out, "lse": made.lse}
+def decoded(inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    outputs = decode(**inputs, **options)
+    return {"out": outputs.out, "lse": outputs.lse}
 
 
 CODED: dict[str, Any] = {"plain": None, "token": (E4M3, "token"), "tensor": (torch.int8, "tensor")}
@@ -164,21 +166,21 @@ CODED: dict[str, Any] = {"plain": None, "token": (E4M3, "token"), "tensor": (tor
     ("page", "lengths"), [(PAGE, [40, 30, 33]), (PAGE, [600, 30, 1100]), (128, [300, 30, 1100])]
 )
 def test_pages_that_do_not_exist(coded: str, page: int, lengths: list[int]) -> None:
-    """Of one part and of several, of pages with some tokens and with whole tiles: the sequence gives NaN, and its
-    neighbors have their bits."""
-    given = problem(lengths, page=page, coded=CODED[coded], queries=2)
-    for name in given.keys() - {"query", "page_table", "lengths"}:  # page 0 would look right
-        if given[name].dim():
-            given[name] = torch.cat([torch.zeros_like(given[name][:1]), given[name]])
-    given["page_table"] += given["page_table"] >= 0
-    wanted = decoded(given)
-    for number in (len(given["k"]), MANY, -1, FEW):
-        table = given["page_table"].clone()
+    """A sequence with a missing page gives NaN, and its neighbors keep their bits: with one part and several, with
+    pages smaller than a tile and pages of whole tiles."""
+    inputs = problem(lengths, page=page, coded=CODED[coded], queries=2)
+    for name in inputs.keys() - {"query", "page_table", "lengths"}:  # otherwise page 0 would look right
+        if inputs[name].dim():
+            inputs[name] = torch.cat([torch.zeros_like(inputs[name][:1]), inputs[name]])
+    inputs["page_table"] += inputs["page_table"] >= 0
+    wanted = decoded(inputs)
+    for number in (len(inputs["k"]), MANY, -1, FEW):
+        table = inputs["page_table"].clone()
         table[1, 0] = number
         with triton_loom.sanitize():
-            got = decoded(given | {"page_table": table})
+            got = decoded(inputs | {"page_table": table})
         with weft.backend("reference"):
-            assert_alike(decoded(given | {"page_table": table}), got)
+            assert_alike(decoded(inputs | {"page_table": table}), got)
         for name, x in got.items():
             assert x[1].isnan().all()
             assert torch.equal(x[[0, 2]], wanted[name][[0, 2]])
@@ -186,39 +188,38 @@ def test_pages_that_do_not_exist(coded: str, page: int, lengths: list[int]) -> N
 
 @pytest.mark.parametrize(("length", "page"), [(30, PAGE), (1100, PAGE), (1100, 128)])
 def test_pages_before_the_window_may_be_gone(length: int, page: int) -> None:
-    """Servers free them, and leave anything in the table, also pages of others. Page 0 is such a one, and holds NaN."""
-    given = problem([length], page=page, queries=2)
+    """Servers free such pages and leave any number in the table, also pages of other sequences. Page 0 holds NaN."""
+    inputs = problem([length], page=page, queries=2)
     for name in ("k", "v"):
-        given[name] = torch.cat([torch.full_like(given[name][:1], math.nan), given[name]])
-    given["page_table"] += 1
-    wanted = decoded(given, window=9)
+        inputs[name] = torch.cat([torch.full_like(inputs[name][:1], math.nan), inputs[name]])
+    inputs["page_table"] += 1
+    wanted = decoded(inputs, window=9)
     assert wanted["out"].isfinite().all()
     first = (length - 2 - 9) // page  # the page of the first key that a query sees
     for number in (-1, 0, MANY):
-        table = given["page_table"].clone()
+        table = inputs["page_table"].clone()
         table[:, :first] = number
-        got = decoded(given | {"page_table": table}, window=9)
+        got = decoded(inputs | {"page_table": table}, window=9)
         assert all(torch.equal(x, wanted[name]) for name, x in got.items())
         table[:, first] = number
-        assert decoded(given | {"page_table": table}, window=9)["out"].isnan().all()
+        assert decoded(inputs | {"page_table": table}, window=9)["out"].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("width", [3, 40])
 def test_lengths_out_of_range(width: int, dtype: torch.dtype) -> None:
-    """Below 0 there are no tokens; above the room of the table a sequence gives NaN, also where 32 bits would wrap."""
+    """A length below 0 means no tokens; one above the table's capacity gives NaN, also where 32 bits would wrap."""
     room = width * PAGE
     large = [MANY, MANY - 1] if dtype is torch.int32 else [2**32 + 5, 2**62]
-    given = problem([room, room, room, 20, room], width=width)
-    given["page_table"] = given["page_table"].clamp(min=0)
-    wanted = decoded(given)
-    given["lengths"] = torch.tensor(
-        [FEW, *large, 20, room + 1], dtype=dtype
-    )  # nothing is behind the last one's pages
+    inputs = problem([room, room, room, 20, room], width=width)
+    inputs["page_table"] = inputs["page_table"].clamp(min=0)
+    wanted = decoded(inputs)
+    # No page follows those of the last sequence.
+    inputs["lengths"] = torch.tensor([FEW, *large, 20, room + 1], dtype=dtype)
     with triton_loom.sanitize():
-        got = decoded(given)
+        got = decoded(inputs)
     with weft.backend("reference"):
-        assert_alike(decoded(given), got)
+        assert_alike(decoded(inputs), got)
     assert not got["out"][0].count_nonzero()
     assert (got["lse"][0] == -math.inf).all()
     for name, x in got.items():
@@ -228,17 +229,17 @@ def test_lengths_out_of_range(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_pages_of_latents_that_do_not_exist(target: str) -> None:
-    given = problem([70, 70], heads=16, kv=1, dim=576, page=64, dtype=BF16)
-    rows, _ = latent_rows(given["k"].nan_to_num(0.0))
-    for cache in (weft.KVCache(given["k"]), weft.KVCache(rows)):
-        for number in (len(given["k"]), MANY, -1):
-            given["page_table"][1, 0] = number
+    inputs = problem([70, 70], heads=16, kv=1, dim=576, page=64, dtype=BF16)
+    rows, _ = latent_rows(inputs["k"].nan_to_num(0.0))
+    for cache in (weft.KVCache(inputs["k"]), weft.KVCache(rows)):
+        for number in (len(inputs["k"]), MANY, -1):
+            inputs["page_table"][1, 0] = number
             with choosing_for(target), triton_loom.sanitize():
                 out = weft.mla_decode(
-                    given["query"],
+                    inputs["query"],
                     cache,
-                    page_table=given["page_table"],
-                    lengths=given["lengths"],
+                    page_table=inputs["page_table"],
+                    lengths=inputs["lengths"],
                     scale=0.05,
                 )
             assert out[1].isnan().all()  # type: ignore[union-attr, index]

@@ -1,4 +1,4 @@
-"""Parts of attention joined: the same as attention over all keys, and the same gradients."""
+"""Merged partial attention equals attention over all keys, gradients included."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.support.examples import run_ranks
 
 
 def halves(layout: str) -> tuple[list[Tensor], Tensor]:
-    """Query, key and value of 90 queries and 130 keys in a layout, and a gradient."""
+    """Draw 90 queries, 130 keys and values in a layout, and an upstream gradient."""
     generator = torch.Generator().manual_seed(0)
     order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
-    made = [
+    tensors = [
         torch.randn(2, n, t, 64, generator=generator).permute(order) for n, t in ((4, 90), (2, 130), (2, 130))
     ]
-    return [x.requires_grad_() for x in made], torch.randn(made[0].shape, generator=generator)
+    return [x.requires_grad_() for x in tensors], torch.randn(tensors[0].shape, generator=generator)
 
 
 @pytest.mark.parametrize(("layout", "at"), [("bhsd", 2), ("bshd", 1), ("sbhd", 0)])
-def test_parts_are_the_whole(layout: str, at: int) -> None:
+def test_merged_parts_equal_the_whole(layout: str, at: int) -> None:
     (q, k, v), upstream = halves(layout)
     whole, lse, _ = attend(q, k, v, layout=layout, return_lse=True)
     wanted = torch.autograd.grad(whole, (q, k, v), upstream)
@@ -35,24 +35,25 @@ def test_parts_are_the_whole(layout: str, at: int) -> None:
     merged = weft.merge_attention([p.out for p in parts], [p.lse for p in parts], layout=layout)  # type: ignore[union-attr]
     torch.testing.assert_close(merged.out, whole, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(merged.lse, lse, rtol=1e-6, atol=1e-6)
-    found = torch.autograd.grad(merged.out, (q, k, v), upstream)
-    for one, other in zip(found, wanted, strict=True):
+    result = torch.autograd.grad(merged.out, (q, k, v), upstream)
+    for one, other in zip(result, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_part_that_saw_nothing_has_no_weight() -> None:
     out, lse = torch.randn(5, 2, 8), torch.randn(2, 5)
-    nothing, least = torch.zeros(5, 2, 8), torch.full((2, 5), -math.inf)
-    merged = weft.merge_attention([out, nothing], [lse, least])
+    nothing, minus_infinity = torch.zeros(5, 2, 8), torch.full((2, 5), -math.inf)
+    merged = weft.merge_attention([out, nothing], [lse, minus_infinity])
     assert torch.equal(merged.out, out)
     assert torch.equal(merged.lse, lse)
-    merged = weft.merge_attention([nothing, nothing], [least, least])
+    merged = weft.merge_attention([nothing, nothing], [minus_infinity, minus_infinity])
     assert not merged.out.count_nonzero()
     assert (merged.lse == -math.inf).all()
 
 
 def test_the_gradient_of_a_query_that_sees_nothing_is_0() -> None:
-    """In no part, and in one of two. It was NaN, and so were the gradients of all keys."""
+    """A query that sees no key in any part, or in one of two, has a finite gradient; it used to be NaN, with those of
+    all keys."""
     generator = torch.Generator().manual_seed(0)
     q, *keys = (
         torch.randn(1, 2, tokens, 64, generator=generator).requires_grad_() for tokens in (8, 4, 4, 6, 6)
@@ -62,15 +63,15 @@ def test_the_gradient_of_a_query_that_sees_nothing_is_0() -> None:
         parts = [attend(q, keys[2 * i], keys[2 * i + 1], **lower) for i in range(count)]
         merged = weft.merge_attention([p.out for p in parts], [p.lse for p in parts])
         upstream = torch.randn(merged.out.shape, generator=generator)
-        found = torch.autograd.grad(
+        result = torch.autograd.grad(
             (merged.out, merged.lse), (q, *keys[: 2 * count]), (upstream, torch.ones_like(merged.lse))
         )
         nothing = 4 if count == 1 else 2  # so many queries see nothing
         assert (merged.lse[..., :nothing] == -math.inf).all()
         assert not merged.out[:, :, :nothing].count_nonzero()
-        assert not found[0][:, :, :nothing].count_nonzero()
-        assert found[0][:, :, nothing:].count_nonzero()
-        assert all(grad.isfinite().all() for grad in found)
+        assert not result[0][:, :, :nothing].count_nonzero()
+        assert result[0][:, :, nothing:].count_nonzero()
+        assert all(grad.isfinite().all() for grad in result)
     doubles = [x.detach().double().requires_grad_() for x in (q, *keys)]
     scores = doubles[0] @ torch.cat([doubles[1], doubles[3]], 2).mT / 8
     own = torch.arange(8)[:, None]
@@ -79,7 +80,7 @@ def test_the_gradient_of_a_query_that_sees_nothing_is_0() -> None:
     out = p @ torch.cat([doubles[2], doubles[4]], 2)
     lse = scores.masked_fill(~seen, -math.inf)[:, :, 2:].logsumexp(-1)
     wanted = torch.autograd.grad((out, lse), doubles, (upstream[:, :, 2:].double(), torch.ones_like(lse)))
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(result, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
@@ -122,5 +123,5 @@ def test_mistakes_are_named() -> None:
 
 def test_a_ring_of_ranks() -> None:
     """Four ranks compute what one does, gradients included."""
-    said = run_ranks("ring_attention", "--tokens", "256", ranks=4)
-    assert said.count("largest difference") == 4
+    output = run_ranks("ring_attention", "--tokens", "256", ranks=4)
+    assert output.count("largest difference") == 4

@@ -1,6 +1,6 @@
-"""Every tensor argument of the attention ops as a `QTensor` in every format: right, or refused in words.
+"""Every tensor argument of the attention ops as a `QTensor` in every format: correct, or refused with a clear error.
 
-Right means near float64 attention of the dequantized values, for results and for gradients.
+Correct means close to float64 attention of the dequantized values, for results and gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.ops.attention.attention import attention_op
 from weft.quant import PLAIN, Codes
 from weft.runtime import catalogue, choosing_for
 
-# One convention of each block and element: conventions differ in how codes are made, not in how they are read.
+# One convention per block and element suffices: conventions differ in how codes are computed, not in how they are read.
 FORMATS = sorted({weft.Format(f.block, f.element).spec for f in weft.Format.all()})
 FORMATS += ["e2m1:nvfp4:te:hadamard-columnwise", "e4m3:row:vllm", "int8:row:torchao"]
 FEW = ["int8:row:te", "e4m3:1x128:te:pow2", "e2m1:nvfp4:te"]
@@ -33,30 +33,30 @@ def exact(x: Tensor) -> Tensor:
 
 
 def attention_in_fp64(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of heads [batch, heads, tokens, dim], written out, and its lse."""
+    """Compute causal attention of heads [batch, heads, tokens, dim] and its lse step by step."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * query.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1)
     scores = scores.masked_fill(hidden, float("-inf"))
-    beside = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
-    return beside.softmax(-1)[..., :-1] @ value, beside.logsumexp(-1)
+    with_sink = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return with_sink.softmax(-1)[..., :-1] @ value, with_sink.logsumexp(-1)
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    found = weft.attention(query, key, value, sinks=sinks, is_causal=True, return_lse=True)
-    assert isinstance(found, weft.Attention)
-    return found.out, found.lse
+    result = weft.attention(query, key, value, sinks=sinks, is_causal=True, return_lse=True)
+    assert isinstance(result, weft.Attention)
+    return result.out, result.lse
 
 
 def decode(query: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The last queries of one sequence, whose keys and values [1, heads, tokens, dim] are the pages of a cache."""
+    """Attend from the last queries of one sequence, with keys and values [tokens, heads, dim] as pages of a cache."""
     pages = [x.view(2, 20, 2, 128) for x in (k, v)]
     table, length = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([40])
     cache = weft.KVCache(*pages)
-    found = weft.attention_decode(
+    result = weft.attention_decode(
         query, cache, page_table=table, lengths=length, sinks=sinks, return_lse=True
     )
-    return found.out, found.lse  # type: ignore[union-attr]
+    return result.out, result.lse  # type: ignore[union-attr]
 
 
 def decode_in_fp64(query: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,8 +69,8 @@ def latents(query: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     table, length = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([40])
     cache = weft.KVCache(k.view(2, 20, 1, 576))
     options: Any = {"page_table": table, "lengths": length, "scale": 0.05, "return_lse": True}
-    found = weft.mla_decode(query, cache, **options)
-    return found.out, found.lse  # type: ignore[union-attr]
+    result = weft.mla_decode(query, cache, **options)
+    return result.out, result.lse  # type: ignore[union-attr]
 
 
 def latents_in_fp64(query: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,8 +81,8 @@ def latents_in_fp64(query: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(one: Tensor, other: Tensor, lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    found = weft.merge_attention([one, other], [lse, other_lse])
-    return found.out, found.lse
+    result = weft.merge_attention([one, other], [lse, other_lse])
+    return result.out, result.lse
 
 
 def merge_in_fp64(one: Tensor, other: Tensor, lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ OPS: dict[str, tuple[Call, Call, dict[str, Tensor]]] = {
         drawn(one=(1, 4, 37, 128), other=(1, 4, 37, 128), lse=(1, 4, 37), other_lse=(1, 4, 37)),
     ),
 }
-ARGUMENTS = [(op, name) for op, (_, _, given) in OPS.items() for name in given]
+ARGUMENTS = [(op, name) for op, (_, _, inputs) in OPS.items() for name in inputs]
 DIFFERENTIABLE = [(op, name) for op, name in ARGUMENTS if "decode" not in op]
 
 
@@ -125,14 +125,14 @@ def mode(name: str, call: Call) -> Iterator[Call]:
         yield torch.compile(call, backend="aot_eager", fullgraph=True) if name == "compiled" else call
 
 
-def judge(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], what: str) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def judge(result: tuple[Tensor, ...], wanted: tuple[Tensor, ...], what: str) -> None:
+    for one, other in zip(result, wanted, strict=True):
         assert one.shape == other.shape
         assert exact(one).sub(other).abs().max() <= 2e-5 * other.abs().max().clamp(min=1), what
 
 
-def quantized(given: dict[str, Tensor], names: tuple[str, ...], spec: str) -> dict[str, Tensor]:
-    return {name: weft.quantize(x, spec) if name in names else x for name, x in given.items()}
+def quantized(inputs: dict[str, Tensor], names: tuple[str, ...], spec: str) -> dict[str, Tensor]:
+    return {name: weft.quantize(x, spec) if name in names else x for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize(
@@ -143,31 +143,31 @@ def quantized(given: dict[str, Tensor], names: tuple[str, ...], spec: str) -> di
         for spec in FORMATS
     ],
 )
-def test_a_qtensor_in_any_format_is_read_as_what_it_stands_for(op: str, spec: str) -> None:
-    call, in_fp64, given = OPS[op]
-    for names in [*((name,) for name in given), *itertools.combinations(given, 2), tuple(given)]:
-        mixed = quantized(given, names, spec)
+def test_a_qtensor_in_any_format_is_read_as_its_values(op: str, spec: str) -> None:
+    call, in_fp64, inputs = OPS[op]
+    for names in [*((name,) for name in inputs), *itertools.combinations(inputs, 2), tuple(inputs)]:
+        mixed = quantized(inputs, names, spec)
         judge(call(**mixed), in_fp64(*map(exact, mixed.values())), f"{op} of {names}")
 
 
 @pytest.mark.parametrize(
     ("how", "spec", "at"), covering(["compiled", "reference"], FEW, ARGUMENTS, together=1)
 )
-def test_compiled_and_in_the_reference_too(how: str, spec: str, at: tuple[str, str]) -> None:
+def test_qtensors_compiled_and_in_the_reference(how: str, spec: str, at: tuple[str, str]) -> None:
     op, name = at
-    call, in_fp64, given = OPS[op]
-    others = ("query", "key") if name == "query" and "key" in given else (name,)
+    call, in_fp64, inputs = OPS[op]
+    others = ("query", "key") if name == "query" and "key" in inputs else (name,)
     for names in {(name,), others}:
-        mixed = quantized(given, names, spec)
+        mixed = quantized(inputs, names, spec)
         with mode(how, call) as attend:
             judge(attend(**mixed), in_fp64(*map(exact, mixed.values())), f"{op} of {names}")
 
 
-def gradients(call: Call, given: dict[str, Tensor], needed: str, upstream: Tensor) -> tuple[Tensor, ...]:
-    leaves = {name: x.detach().requires_grad_(name == needed) for name, x in given.items()}
-    found = dict(zip(call(**leaves), (upstream, torch.ones((), dtype=exact(upstream).dtype)), strict=True))
+def gradients(call: Call, inputs: dict[str, Tensor], needed: str, upstream: Tensor) -> tuple[Tensor, ...]:
+    leaves = {name: x.detach().requires_grad_(name == needed) for name, x in inputs.items()}
+    result = dict(zip(call(**leaves), (upstream, torch.ones((), dtype=exact(upstream).dtype)), strict=True))
     ends = {
-        x: g.to(x.dtype).expand(x.shape) if x.dim() == 3 else g for x, g in found.items() if x.requires_grad
+        x: g.to(x.dtype).expand(x.shape) if x.dim() == 3 else g for x, g in result.items() if x.requires_grad
     }
     return torch.autograd.grad(tuple(ends), (leaves[needed],), tuple(ends.values()))
 
@@ -179,10 +179,10 @@ GRADIENTS = [(op, name, needed) for op, name in DIFFERENTIABLE for needed in OPS
     ("how", "spec", "at"), covering(["eager", "compiled", "reference"], FEW, GRADIENTS, together=1)
 )
 def test_gradients_beside_a_qtensor(how: str, spec: str, at: tuple[str, str, str]) -> None:
-    """Of each argument alone, the quantized one among them, whose gradient passes straight through."""
+    """The gradient of each argument is correct, also of the quantized one, for which it passes straight through."""
     op, name, needed = at
-    call, in_fp64, given = OPS[op]
-    mixed = quantized(given, (name,), spec)
+    call, in_fp64, inputs = OPS[op]
+    mixed = quantized(inputs, (name,), spec)
     upstream = torch.randn(1, 4, 37, 128, generator=torch.Generator().manual_seed(1))
     wanted = gradients(in_fp64, {n: exact(x) for n, x in mixed.items()}, needed, upstream.double())
     with mode(how, call) as attend:
@@ -192,9 +192,9 @@ def test_gradients_beside_a_qtensor(how: str, spec: str, at: tuple[str, str, str
 @pytest.mark.parametrize("how", ["eager", "compiled", "reference"])
 @pytest.mark.parametrize("needed", ["query", "value", "sinks"])
 def test_gradients_beside_codes_that_scores_could_take(how: str, needed: str) -> None:
-    """Query and key are multiplied as codes where nobody needs a gradient, and dequantized where somebody does."""
-    call, in_fp64, given = OPS["attention"]
-    mixed = quantized(given, ("query", "key"), "int8:row")
+    """Query and key are multiplied as codes if no gradient is needed, else dequantized."""
+    call, in_fp64, inputs = OPS["attention"]
+    mixed = quantized(inputs, ("query", "key"), "int8:row")
     upstream = torch.randn(1, 4, 37, 128, generator=torch.Generator().manual_seed(1))
     wanted = gradients(in_fp64, {n: exact(x) for n, x in mixed.items()}, needed, upstream.double())
     with mode(how, call) as attend:
@@ -203,41 +203,41 @@ def test_gradients_beside_codes_that_scores_could_take(how: str, needed: str) ->
 
 @pytest.mark.parametrize(("spec", "layout"), covering(FORMATS, ["bhsd", "bshd"], together=1))
 def test_a_qtensor_as_the_incoming_gradient(spec: str, layout: Any) -> None:
-    _, _, given = OPS["attention"]
+    _, _, inputs = OPS["attention"]
     order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-    leaves = [given[name].permute(order).requires_grad_() for name in ("query", "key", "value")]
+    leaves = [inputs[name].permute(order).requires_grad_() for name in ("query", "key", "value")]
     upstream = weft.quantize(torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)), spec)
     out = weft.attention(*leaves, is_causal=True, layout=layout)
-    found = torch.autograd.grad(out, leaves, upstream)
+    result = torch.autograd.grad(out, leaves, upstream)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     heads = (leaf.permute(order) for leaf in doubles)
     wanted, _ = attention_in_fp64(*heads, torch.full((4,), float("-inf"), dtype=torch.float64))
-    judge(found, torch.autograd.grad(wanted.permute(order), doubles, exact(upstream)), spec)
+    judge(result, torch.autograd.grad(wanted.permute(order), doubles, exact(upstream)), spec)
 
 
 @pytest.mark.parametrize("how", ["compiled", "reference"])
 def test_a_quantized_gradient_compiled_and_in_the_reference(how: str) -> None:
-    call, in_fp64, given = OPS["attention"]
+    call, in_fp64, inputs = OPS["attention"]
     upstream = weft.quantize(torch.randn(1, 4, 37, 128, generator=torch.Generator().manual_seed(1)), "1x128")
-    wanted = gradients(in_fp64, {n: x.double() for n, x in given.items()}, "key", exact(upstream))
+    wanted = gradients(in_fp64, {n: x.double() for n, x in inputs.items()}, "key", exact(upstream))
     with mode(how, call) as attend:
-        judge(gradients(attend, given, "key", upstream), wanted, how)
+        judge(gradients(attend, inputs, "key", upstream), wanted, how)
 
 
-def test_codes_that_no_kernel_of_the_target_multiplies_are_dequantized() -> None:
-    call, in_fp64, given = OPS["attention"]
-    mixed = quantized(given, ("query", "key"), "e4m3:row")
+def test_codes_unsupported_by_the_target_are_dequantized() -> None:
+    call, in_fp64, inputs = OPS["attention"]
+    mixed = quantized(inputs, ("query", "key"), "e4m3:row")
     with choosing_for("sm_80"):
         judge(call(**mixed), in_fp64(*map(exact, mixed.values())), "e4m3 on sm_80")
 
 
-def test_copies_that_are_column_wise_alone() -> None:
-    for op, (call, in_fp64, given) in OPS.items():
+def test_qtensors_with_only_a_columnwise_copy() -> None:
+    for op, (call, in_fp64, inputs) in OPS.items():
         if op == "attention":
             for names in (("query",), ("query", "key"), ("value",)):
                 mixed = {
                     name: weft.quantize(x, "int8:row", rowwise=False, columnwise=True) if name in names else x
-                    for name, x in given.items()
+                    for name, x in inputs.items()
                 }
                 wanted = in_fp64(*map(exact, mixed.values()))
                 judge(call(**mixed), wanted, f"{names}")
@@ -246,28 +246,28 @@ def test_copies_that_are_column_wise_alone() -> None:
 
 
 def test_indices_that_are_qtensors_are_refused() -> None:
-    given = drawn(query=(40, 4, 128), key=(40, 2, 128))
+    inputs = drawn(query=(40, 4, 128), key=(40, 2, 128))
     floats = weft.quantize(torch.ones(2), "tensor")
     with pytest.raises(REFUSALS, match="cu_seqlens must be int32 or int64"):
-        weft.attention(given["query"], given["key"], given["key"], cu_seqlens=floats)
+        weft.attention(inputs["query"], inputs["key"], inputs["key"], cu_seqlens=floats)
     with pytest.raises(REFUSALS, match="cu_seqlens must be int32 or int64"):
-        weft.attention(given["query"], given["key"], given["key"], cu_seqlens=floats, kv_lengths=floats)
+        weft.attention(inputs["query"], inputs["key"], inputs["key"], cu_seqlens=floats, kv_lengths=floats)
 
 
-# ---- the op itself, whoever calls it ------------------------------------------------------------------------
+# ---- direct calls of the op ---------------------------------------------------------------------------------
 
 
 def op_arguments(**changed: Any) -> Any:
-    """The arguments of the op as the public function hands them over, with codes of query and key."""
-    _, _, given = OPS["attention"]
-    kept: list[Any] = []
+    """Record the op's arguments from a public call with codes of query and key."""
+    _, _, inputs = OPS["attention"]
+    recorded: list[Any] = []
     launch = attention_op.launch
-    object.__setattr__(attention_op, "launch", lambda o, a: (kept.append(a), launch(o, a)))
+    object.__setattr__(attention_op, "launch", lambda o, a: (recorded.append(a), launch(o, a)))
     try:
-        weft.attention(*(weft.quantize(given[n], "int8:row") for n in ("query", "key")), given["value"])
+        weft.attention(*(weft.quantize(inputs[n], "int8:row") for n in ("query", "key")), inputs["value"])
     finally:
         object.__setattr__(attention_op, "launch", launch)
-    return kept[0]._replace(**changed)
+    return recorded[0]._replace(**changed)
 
 
 def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -323,20 +323,20 @@ def test_the_op_refuses_codes_that_it_would_misread(backend: Any) -> None:
 
 
 def test_the_op_refuses_gradients_through_codes() -> None:
-    """Backward reads query and key, and there is nothing in the tensors that stand for codes."""
+    """Backward reads query and key, and the tensors that stand in for codes hold no data."""
     a = op_arguments()
     with pytest.raises(ValueError, match="for inference"):
         attention_op(a._replace(value=a.value.clone().requires_grad_()))
 
 
 def test_the_decode_op_refuses_caches_that_it_would_misread(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, _, given = OPS["attention_decode"]
-    kept: list[Any] = []
+    call, _, inputs = OPS["attention_decode"]
+    recorded: list[Any] = []
     op = catalogue["attention_decode"]
     launch = op.launch
     with monkeypatch.context() as patch:
-        patch.setattr(op, "launch", lambda o, a: (kept.append(a), launch(o, a)))
-        call(**given)
+        patch.setattr(op, "launch", lambda o, a: (recorded.append(a), launch(o, a)))
+        call(**inputs)
     codes, scale = torch.zeros(2, 20, 2, 128, dtype=torch.int8), torch.ones(2)
     for changed in (
         {"k": codes, "v": codes},
@@ -350,4 +350,4 @@ def test_the_decode_op_refuses_caches_that_it_would_misread(monkeypatch: pytest.
     ):
         for backend in ("auto", "reference"):
             with weft.backend(backend), pytest.raises(ValueError, match="cache"):  # type: ignore[arg-type]
-                raise AssertionError(f"{list(changed)}: {op(kept[0]._replace(**changed))}")
+                raise AssertionError(f"{list(changed)}: {op(recorded[0]._replace(**changed))}")

@@ -1,5 +1,5 @@
-"""What the options of the gated linear units mean, where PyTorch or a model defines it; experts; quantised gradients;
-and bugs that others shipped. The workloads go through the catalogue as well."""
+"""Options of gated linear units, as PyTorch or a model defines them; experts; quantized gradients; and regression tests
+for bugs of other libraries. The catalogue also tests their workloads."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda a: F.relu(a).square(),
     "sigmoid": torch.sigmoid,
 }
-# Where experts end in 300 rows: one of them is empty, none of them has a round number of rows. With 128, the last 44
-# rows belong to nobody; with 256, the 128 before expert 2.
+# Ends of experts in 300 rows: one expert is empty, none has a round number of rows. With align 128, the last 44 rows
+# belong to no expert; with 256, the 128 before expert 2.
 ENDS = {1: [37, 37, 101, 130, 291], 16: [37, 48, 101, 130, 291], 128: [37, 37, 200], 256: [37, 37, 290]}
 
 
@@ -50,7 +50,7 @@ def experts(align: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
 
 
 def call_of(rows: int = 6, cols: int = 96, lead: int | None = None, **options: Any) -> Call:
-    """x with gate and up in it, and probs."""
+    """Build a call with gate and up in x, and with probs."""
     shape = (rows,) if lead is None else (lead, rows)
     return Call(weft.glu, {"x": draw(*shape, 2 * cols), "probs": torch.rand(*shape), **options})
 
@@ -62,30 +62,30 @@ def backward_of(call: Call, dy: Tensor, **options: Any) -> Call:
     )
 
 
-# ---- the same as PyTorch, and as models define it ------------------------------------------------------
+# ---- equal to PyTorch and to the definitions of models -------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_gated_activations_are_pytorchs(act: str) -> None:
-    """In fp32, where one rounding more would show; two tensors, and one with nothing gated."""
+def test_activations_match_pytorch(act: str) -> None:
+    """Activations in fp32, where an extra rounding would show, with two tensors and without a gate."""
     gate, up, dy = (draw(7, 96, dtype=torch.float32) for _ in range(3))
     for second in (up, None):
-        found = []
+        outcomes = []
         for dtype in (torch.float64, torch.float32):
             leaves = [t.detach().to(dtype).requires_grad_() for t in (gate, up)]
             y = ACTIVATIONS[act](leaves[0]) * (leaves[1] if second is not None else 1.0)
-            found.append([y, *torch.autograd.grad(y, leaves[: 1 + (second is not None)], dy.to(dtype))])
+            outcomes.append([y, *torch.autograd.grad(y, leaves[: 1 + (second is not None)], dy.to(dtype))])
         leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]
         layout = "concat" if second is not None else "none"
         y = weft.glu(leaves[0], None if second is None else leaves[1], act=act, layout=layout)  # type: ignore[arg-type]
         got = [y, *torch.autograd.grad(y, leaves[: 1 + (second is not None)], dy)]
-        for a, truth, eager in zip(got, *found, strict=True):
+        for a, truth, eager in zip(got, *outcomes, strict=True):
             assert_not_worse(a, truth, eager)
 
 
 @pytest.mark.compat
 def test_swiglu_in_bf16_is_rounded_once() -> None:
-    """Bug F6: rounding after each step changes a third of the numbers."""
+    """Rounding after each step instead would change a third of the elements."""
     x = draw(64, 192)
     gate, up = x.chunk(2, -1)
     exact = F.silu(gate.double()) * up.double()
@@ -93,8 +93,8 @@ def test_swiglu_in_bf16_is_rounded_once() -> None:
     assert (F.silu(gate) * up != exact.to(BF16)).float().mean() > 0.1
 
 
-def test_gpt_oss() -> None:
-    """As its modelling code has it: gate and up in turn, limits, a steeper sigmoid, up + 1."""
+def test_matches_gpt_oss() -> None:
+    """The modeling code has alternating gate and up, limits, a steeper sigmoid, and up + 1."""
 
     def experts_of_gpt_oss(x: Tensor) -> Tensor:
         gate, up = x[..., ::2], x[..., 1::2]
@@ -102,14 +102,14 @@ def test_gpt_oss() -> None:
         return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
     x, dy = draw(40, 192, std=5.0), draw(40, 96)
-    found = []
+    outcomes = []
     for dtype in (torch.float64, BF16):
         leaf = x.to(dtype).requires_grad_()
         y = experts_of_gpt_oss(leaf)
-        found.append([y, *torch.autograd.grad(y, leaf, dy.to(dtype))])
+        outcomes.append([y, *torch.autograd.grad(y, leaf, dy.to(dtype))])
     leaf = x.clone().requires_grad_()
     y = weft.glu(leaf, layout="interleaved", limit=7.0, alpha=1.702, up_offset=1.0)
-    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaf, dy)], *found, strict=True):
+    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaf, dy)], *outcomes, strict=True):
         assert_not_worse(got, truth, eager)
 
 
@@ -117,14 +117,14 @@ def test_sigmoid_with_alpha() -> None:
     assert_accurate("glu", call_of(act="sigmoid", alpha=1.7))
 
 
-def test_layouts_are_one_maths() -> None:
+def test_layouts_give_equal_results() -> None:
     gate, up, dy = draw(6, 96), draw(6, 96), draw(6, 96)
     forms: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
         ((gate, up), {}),
         ((torch.cat([gate, up], -1),), {}),
         ((torch.stack([gate, up], -1).flatten(-2),), {"layout": "interleaved"}),
     ]
-    found = []
+    outcomes = []
     for inputs, options in forms:
         leaves = [t.clone().requires_grad_() for t in inputs]
         y = weft.glu(*leaves, **options)
@@ -132,9 +132,9 @@ def test_layouts_are_one_maths() -> None:
         if len(grads) == 1:
             halves = grads[0].chunk(2, -1) if not options else (grads[0][..., ::2], grads[0][..., 1::2])
             grads = tuple(half.contiguous() for half in halves)
-        found.append({"y": y, "dgate": grads[0], "dup": grads[1]})
-    for other in found[1:]:
-        assert_same(other, found[0], "layouts")
+        outcomes.append({"y": y, "dgate": grads[0], "dup": grads[1]})
+    for other in outcomes[1:]:
+        assert_same(other, outcomes[0], "layouts")
 
 
 @pytest.mark.parametrize(
@@ -148,35 +148,39 @@ def test_layouts_are_one_maths() -> None:
 def test_gate_and_up_of_two_dtypes(
     gate_dtype: torch.dtype, up_dtype: torch.dtype, promoted: torch.dtype
 ) -> None:
-    """As autocast leaves them: the result has the dtype of their product in PyTorch, each gradient its tensor's."""
+    """The result has the dtype of PyTorch's product, as under autocast, and each gradient that of its tensor."""
     call = Call(weft.glu, {"x": draw(6, 96, dtype=gate_dtype), "up": draw(6, 96, dtype=up_dtype)})
     assert_accurate("glu", call)
-    found = run(call)
-    assert (found["y"].dtype, found["dx"].dtype, found["dup"].dtype) == (promoted, gate_dtype, up_dtype)
+    outcomes = run(call)
+    assert (outcomes["y"].dtype, outcomes["dx"].dtype, outcomes["dup"].dtype) == (
+        promoted,
+        gate_dtype,
+        up_dtype,
+    )
     assert weft.glu(call["x"], call["up"], out_dtype=BF16).dtype == BF16
     with weft.backend("reference"):
         reference = run(call)
-    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in reference.items()}
+    assert {name: t.dtype for name, t in outcomes.items()} == {name: t.dtype for name, t in reference.items()}
 
 
 def test_codes_of_gate_and_up_of_two_dtypes() -> None:
-    """Those of the fp32 result and gradients; what they stand for has the dtypes of the plain ones."""
+    """Codes encode the fp32 result and gradients; their nominal dtypes are those of the plain tensors."""
     gate, up = draw(130, 96), draw(130, 96, dtype=torch.float32)
     q = weft.glu(gate, up, quantize="1x128", columnwise=True)
     assert q.dtype == torch.float32
     assert_copies(q, weft.glu(gate, up))
     dy = draw(130, 96, dtype=torch.float32)
-    found = weft.glu_backward(dy, gate, up, quantize="1x128", columnwise=True)
+    gradients = weft.glu_backward(dy, gate, up, quantize="1x128", columnwise=True)
     wide = weft.glu_backward(dy, gate.float(), up)
-    assert found.x.dtype == BF16
-    assert found.up.dtype == torch.float32
-    assert_copies(found.x, wide.x)
-    assert_copies(found.up, wide.up)
+    assert gradients.x.dtype == BF16
+    assert gradients.up.dtype == torch.float32
+    assert_copies(gradients.x, wide.x)
+    assert_copies(gradients.up, wide.up)
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
 def test_limits_include_their_ends(layout: str) -> None:
-    """At ±limit exactly the gradient still flows; beyond it none does, and NaN stays NaN."""
+    """The gradient still flows at exactly ±limit, and stops beyond it; NaN stays NaN."""
     limit = 1.5
     special = torch.tensor([1.5, 1.5078125, 1.4921875, -1.5, -1.5078125, -30.0, torch.nan, 0.0]).to(BF16)
     gate, up = special.repeat_interleave(8), special.repeat(8)
@@ -214,7 +218,7 @@ def test_a_special_value_stays_where_it_is(special: float) -> None:
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_large_and_small_values(act: str) -> None:
-    """Nothing overflows on the way: f(a) is a or 0 there, its slope 1 or 0. NaN has a slope of NaN."""
+    """Nothing overflows: f(a) of a large a is a or 0, with the slope 1 or 0. NaN has a slope of NaN."""
     a = torch.tensor(
         [3e38, 1e30, 1e20, 1e10, -1e10, -1e20, -1e30, -3e38, 1e-40, -1e-40, 0.0, -0.0, torch.nan]
     )
@@ -230,8 +234,8 @@ def test_large_and_small_values(act: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_gelu_keeps_its_digits_in_the_tail(backend: Literal["triton", "reference"]) -> None:
-    """1 + erf(a / sqrt 2) cancels: a part in 500 is gone where gelu is -2.4e-5, and all of it from -5.6 on. From 14.2
-    units below zero, where fp32 ends, to 4 above."""
+    """1 + erf(a / sqrt 2) would cancel: it loses one part in 500 where gelu is -2.4e-5, and everything below -5.6. The
+    range is from -14.2, where fp32 ends, to 4."""
     a = torch.linspace(-14.2, 4.0, 64 * 512).view(-1, 64)
     leaf = a.clone().requires_grad_()
     with weft.backend(backend):
@@ -240,15 +244,15 @@ def test_gelu_keeps_its_digits_in_the_tail(backend: Literal["triton", "reference
     wide = a.double()
     cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * wide)
     bend = wide * torch.exp(-wide.square() / 2) / math.sqrt(2 * math.pi)
-    # Eight roundings of what is added up, for the polynomial and the power have half a dozen; below fp32's normal
-    # range one of the cdf's, times a.
+    # Allow eight roundings of the terms, since the polynomial and the power take half a dozen; below fp32's normal
+    # range, one rounding of the cdf, times a.
     budget, denormal = 8 * EPS32, 8 * 2.0**-149
     check(y, wide * cdf, budget * (wide * cdf).abs() + denormal)
     check(slope, cdf + bend, budget * (cdf + bend.abs()) + denormal)
 
 
 def test_probabilities() -> None:
-    """0 and 1 among them: linear in probs, and its gradient does not divide by it."""
+    """The result is linear in probs, including 0 and 1, and the gradient of probs does not divide by it."""
     call = call_of(rows=7)
     probs = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 0.25, 1e-6])
     call = call.with_(probs=probs)
@@ -269,7 +273,7 @@ def test_probabilities() -> None:
 
 @pytest.mark.parametrize(("align", "dtype"), [(1, torch.int64), (16, torch.int32)])
 def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
-    """Each expert's rows are those of a call of its own; the padding, full of NaN, is not read, and zero comes out."""
+    """Each expert's rows match a call of its own; padding, full of NaN, is not read, and its results are zero."""
     call = call_of(300, **experts(align, dtype))
     real = torch.zeros(300, dtype=torch.bool)
     spans = [(s, e) for s, e, _ in regions(300, call["ends"], align) if e > s]
@@ -296,7 +300,7 @@ def test_experts_one_by_one(align: int, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_experts_of_any_number_and_size(ends: list[int]) -> None:
-    """None, one, more than a program looks at together; a buffer longer than its experts (bug A9)."""
+    """No expert, one, more than a program loads at a time, and a buffer longer than its experts."""
     call = call_of(300, ends=torch.tensor(ends, dtype=torch.int64))
     x = call["x"].clone()
     last = ends[-1] if ends else 0
@@ -319,7 +323,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     ],
 )
 def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
-    """Bytes of both copies, forward and backward, on a CPU and as they are cut on a GPU; NaN in the padding."""
+    """Bytes of both copies are right, forward and backward, with CPU and GPU tiles and NaN in the padding."""
     call = call_of(300, 128, **experts(align), quantize=format, columnwise=True, return_amax=True)
     real = real_rows_reference(call["ends"], 300, align)
     call["x"][~real] = torch.nan
@@ -339,7 +343,7 @@ def test_blocks_never_mix_experts(target: str, align: int, format: str) -> None:
 
 
 def test_many_experts_in_slots() -> None:
-    """More experts than a program looks at together, most of them with few rows or none."""
+    """There are more experts than a program loads at a time, most of them with few rows or none."""
     counts = torch.arange(301) % 3 * (torch.arange(301) % 7)
     ends, start = [], 0
     for count in counts.tolist():
@@ -351,14 +355,14 @@ def test_many_experts_in_slots() -> None:
     assert_copies(call(), own_numbers(call)["y"], call["ends"], 16)
 
 
-# ---- quantised results and gradients -------------------------------------------------------------------
+# ---- quantized results and gradients -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "format", ["1x128", "nvfp4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("row", "128x128"))]
 )
 def test_quantized_gradients(format: str) -> None:
-    """Of two inputs, of halves whose blocks meet (96 columns), and of formats that take the whole gradient first."""
+    """Includes two inputs, halves that share blocks (96 columns), and formats that need the whole gradient first."""
     dy = draw(130, 96)
     for call in (call_of(130), Call(weft.glu, {"x": draw(130, 96), "up": draw(130, 96)})):
         options = {"quantize": format, "columnwise": True}
@@ -375,7 +379,7 @@ def test_quantized_gradients(format: str) -> None:
 
 
 def test_quantized_gradients_of_autograd() -> None:
-    """The engine hands them on as they are: to a leaf, and dequantised to what does not know them."""
+    """The engine passes quantized gradients on to a leaf, and dequantizes them for ops that cannot read them."""
     call = call_of(130, 128, quantize_grad="1x128")
     dy = draw(130, 128)
     wanted = backward_of(call, dy, quantize="1x128", columnwise=True)()
@@ -393,7 +397,7 @@ def test_quantized_gradients_of_autograd() -> None:
 
 
 @pytest.mark.parametrize("format", ["tensor", "nvfp4"])
-def test_amax_is_that_of_y(format: str) -> None:
+def test_amax_is_the_largest_y(format: str) -> None:
     x = draw(130, 192)
     y = weft.glu(x, out_dtype=torch.float32)
     q, amax = weft.glu(x, quantize=format, columnwise=True, return_amax=True)
@@ -406,7 +410,7 @@ def test_amax_is_that_of_y(format: str) -> None:
 
 
 def test_codes_do_not_depend_on_the_copies() -> None:
-    """Row-wise alone, column-wise alone, both: the same bytes, from fp32 and not from a rounded y."""
+    """Row-wise only, column-wise only, and both have the same bytes, encoded from fp32 and not from a rounded y."""
     x = draw(130, 2 * 128)
     both = weft.glu(x, quantize="1x128", columnwise=True)
     rows, cols = weft.glu(x, quantize="1x128"), weft.glu(x, quantize="1x128", rowwise=False, columnwise=True)
@@ -437,16 +441,16 @@ def both_copies() -> Call:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("make", [two_inputs, one_input, both_copies], ids=lambda f: f.__name__)
 def test_layout(make: Callable[[], Call], layout: Callable[[Tensor], Tensor]) -> None:
-    """Bugs E2 to E5: any strides of inputs and of gradients give the bits of contiguous tensors."""
+    """Any strides of inputs and of gradients give the bits of contiguous tensors."""
     call = make()
     for name, tensor in call.tensors().items():
-        laid_out = layout(tensor)
-        wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
-        assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
+        strided = layout(tensor)
+        wanted = run(call.with_(**{name: strided.contiguous().clone()}))
+        assert_same(run(call.with_(**{name: strided})), wanted, f"{layout.__name__} {name}")
     gradient = upstreams(results(call.requiring_grad()))["y"]
-    laid_out = layout(gradient)
-    wanted = run(call, {"y": laid_out.contiguous().clone()})
-    assert_same(run(call, {"y": laid_out}), wanted, f"{layout.__name__} gradient")
+    strided = layout(gradient)
+    wanted = run(call, {"y": strided.contiguous().clone()})
+    assert_same(run(call, {"y": strided}), wanted, f"{layout.__name__} gradient")
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 3), (129, 16), (3, 1025), (2, 2049)])
@@ -471,7 +475,7 @@ def test_no_columns_and_no_rows() -> None:
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_offsets_have_64_bits(copies: bool) -> None:
-    """Bug A5, forward and backward."""
+    """Rows past 2^31 elements are right, forward and backward."""
     x, up, dy = far_apart(4, 96), far_apart(4, 96), far_apart(4, 96)
     options = {"quantize": "1x128", "columnwise": True} if copies else {}
     call = Call(weft.glu, {"x": x, "up": up, **options})
@@ -494,8 +498,8 @@ def test_offsets_have_64_bits(copies: bool) -> None:
     ],
 )
 def test_configuration_of(target: str, cols: int, options: dict[str, Any]) -> None:
-    """Bugs A2, F15: several rows to a program, several programs to a row: the same bits as on the CPU but for dprobs,
-    whose sum has another order."""
+    """Several rows per program and several programs per row give the bits of the CPU's tiles, except for dprobs, whose
+    sum has another order."""
     call = call_of(37, cols, **options)
     gradients = backward_of(call, draw(37, cols), **{k: v for k, v in options.items() if k != "layout"})
     wanted, wanted_gradients = results(call), results(gradients)
@@ -524,11 +528,11 @@ def test_opcheck(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     poisoned = torch.empty_strided
 
     def zeroed(*args: Any, **kwargs: Any) -> Tensor:
-        """What autograd holds in place of a quantised result is never written, and poison does not equal itself."""
-        made = poisoned(*args, **kwargs)
-        if type(made) is Tensor and made.device.type == "cpu":
-            torch.tensor([], dtype=torch.uint8).set_(made.untyped_storage()).zero_()
-        return made
+        """Zero new memory: the stand-in for a quantized result is never written, and poison does not equal itself."""
+        tensor = poisoned(*args, **kwargs)
+        if type(tensor) is Tensor and tensor.device.type == "cpu":
+            torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).zero_()
+        return tensor
 
     monkeypatch.setattr(torch, "empty_strided", zeroed)
     call = call_of(300, 96, **experts(16), **options)
@@ -558,20 +562,20 @@ COMPILED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_is_eager(name: str) -> None:
-    """Bugs F16, J1, J3: fullgraph, with sizes that change, forward and backward, bit for bit."""
+    """Fullgraph with dynamic sizes: forward and backward match eager bit for bit."""
     function, shapes = COMPILED[name]
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for more in (0, 7):
         inputs = [draw(s[0] + more, *s[1:]) for s in shapes]
-        found = []
+        outcomes = []
         for f in (function, compiled):
             leaves = [t.clone().requires_grad_() for t in inputs]
             y = f(*leaves)
             torch.manual_seed(5)
             gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
-            found.append({str(i): t for i, t in enumerate((y, *gradients))})
-        assert_same(found[1], found[0], f"compiled {name}")
+            outcomes.append({str(i): t for i, t in enumerate((y, *gradients))})
+        assert_same(outcomes[1], outcomes[0], f"compiled {name}")
 
 
 def test_quantized_gradient_of_a_compiled_graphs_input() -> None:
@@ -589,12 +593,12 @@ def test_checkpoint_is_eager() -> None:
     from torch.utils.checkpoint import checkpoint
 
     inputs = [draw(130, 256), draw(130)]
-    found = []
+    outcomes = []
     for f in (quantized, lambda *a: checkpoint(quantized, *a, use_reentrant=False)):
         leaves = [t.clone().requires_grad_() for t in inputs]
         y = f(*leaves)
-        found.append({str(i): t for i, t in enumerate((y, *torch.autograd.grad(y, leaves, y.detach())))})
-    assert_same(found[1], found[0], "checkpoint")
+        outcomes.append({str(i): t for i, t in enumerate((y, *torch.autograd.grad(y, leaves, y.detach())))})
+    assert_same(outcomes[1], outcomes[0], "checkpoint")
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "pair", "none"])
@@ -618,7 +622,7 @@ def test_gradcheck_of_the_reference(act: str, layout: str) -> None:
     "names", [("x",), ("up",), ("probs",), ("x", "probs"), ("up", "probs"), ("x", "up")], ids=str
 )
 def test_gradients_of_a_subset(names: tuple[str, ...]) -> None:
-    """Bugs D8, D9."""
+    """Any subset of the gradients has the same bits as all of them together."""
     call = two_inputs()
     full = run(call)
     leaves = {name: call[name].clone().requires_grad_() for name in names}
@@ -629,7 +633,7 @@ def test_gradients_of_a_subset(names: tuple[str, ...]) -> None:
     assert_same(got, {name: full[name] for name in got}, "a subset")
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_raise() -> None:
     x = torch.randn(3, 64, requires_grad=True)
     (first,) = torch.autograd.grad(weft.glu(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
@@ -640,7 +644,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_out() -> None:
-    """The result is written to the caller's memory, and is the one without `out`, by kernels and by the reference."""
+    """Kernels and reference write the same result to the caller's memory as they return without `out`."""
     x, probs = draw(6, 96), torch.rand(6)
     for backend in ("triton", "reference"):
         with weft.backend(backend):  # type: ignore[arg-type]
@@ -661,7 +665,7 @@ def test_out_is_a_qtensor(columnwise: bool) -> None:
     assert got.rowwise.data.data_ptr() == out.rowwise.data.data_ptr()
 
 
-def test_out_that_does_not_fit() -> None:
+def test_wrong_outputs_raise() -> None:
     x = draw(6, 96)
     for wrong in (torch.empty(6, 96, dtype=BF16), torch.empty(6, 48), torch.empty(48, 6, dtype=BF16).t()):
         with pytest.raises(
@@ -672,7 +676,7 @@ def test_out_that_does_not_fit() -> None:
         weft.glu(x.clone().requires_grad_(), out=torch.empty(6, 48, dtype=BF16))
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------------
 
 SOME_ENDS = torch.tensor([3, 6])
 
@@ -686,14 +690,14 @@ SOME_ENDS = torch.tensor([3, 6])
         ({"act": "swish"}, "act must be one of silu, gelu"),
         ({"layout": "block"}, "layout must be"),
         ({"up": torch.ones(6, 95)}, r"up must have the shape \(6, 96\)"),
-        ({"up": torch.ones(6, 96), "layout": "interleaved"}, "no layout"),
+        ({"up": torch.ones(6, 96), "layout": "interleaved"}, "has no layout"),
         ({"probs": torch.ones(5)}, r"probs must have the shape \(6,\) or \(6, 1\)"),
         ({"probs": torch.ones(6, dtype=torch.int32)}, "probs must be bfloat16, .* got torch.int32"),
         ({"limit": 0.0}, "limit must be positive"),
         ({"limit": -1.0}, "limit must be positive"),
         ({"act": "relu", "alpha": 2.0}, "alpha is the steepness of a sigmoid"),
         ({"align": 16}, "goes with ends"),
-        ({"ends": SOME_ENDS, "align": 0}, "positive number"),
+        ({"ends": SOME_ENDS, "align": 0}, "at least 1"),
         ({"ends": SOME_ENDS.float()}, "ends must be int32 or int64"),
         ({"ends": SOME_ENDS[None]}, r"ends must be \[experts\]"),
         ({"columnwise": True}, "go with quantize"),
@@ -712,12 +716,12 @@ SOME_ENDS = torch.tensor([3, 6])
         ({"ends": SOME_ENDS, "align": 128, "quantize_grad": "row"}, "would mix experts"),
     ],
 )
-def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         weft.glu(**{"x": torch.ones(6, 96), **kwargs})
 
 
-def test_backward_refuses_another_shape() -> None:
+def test_backward_rejects_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"dy must have the shape \(6, 48\)"):
         weft.glu_backward(torch.ones(6, 96), torch.ones(6, 96))
     with pytest.raises(ValueError, match="columnwise goes with quantize"):
@@ -725,15 +729,15 @@ def test_backward_refuses_another_shape() -> None:
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "pair"])
-def test_both_gradients_in_one_row_are_not_too_long(layout: str) -> None:
-    """The offset of a stripe's last row wrapped around where gate and up have less than 2**24 columns, but not both."""
+def test_rows_too_long_for_both_gradients_raise(layout: str) -> None:
+    """Offsets within a stripe would overflow if gate and up together have 2**24 columns, even if each has fewer."""
     hidden = 2**23
     dy, x = (torch.empty(256, n, dtype=torch.bfloat16, device="meta") for n in (hidden, 2 * hidden))
-    given: dict[str, Any] = {"up": dy} if layout == "pair" else {"layout": layout}
+    options: dict[str, Any] = {"up": dy} if layout == "pair" else {"layout": layout}
     too_long: Any = contextlib.nullcontext()
     if layout != "pair":
         too_long = pytest.raises(
             ValueError, match=r"rows of 2\*\*24 elements or more have no column-wise copy"
         )
     with recording("sm_90"), too_long:
-        weft.glu_backward(dy, dy if layout == "pair" else x, quantize="1x128", columnwise=True, **given)
+        weft.glu_backward(dy, dy if layout == "pair" else x, quantize="1x128", columnwise=True, **options)

@@ -1,4 +1,4 @@
-"""The bias of the projection of gate and up, of one layer and of each expert, and its gradient."""
+"""Bias of the projection of gate and up, for a layer and for each expert, and its gradient."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ OFTEN = {("cpu", name) for name in OPTIONS if name != "128"} | {("sm_90", "1"), 
     ],
 )
 def test_bias(target: str, options: str) -> None:
-    """Several stripes of rows, of which no expert shares one, on a CPU and as they are cut on a GPU."""
+    """There are several stripes of rows, none of them shared by experts, with CPU and GPU tiles."""
     with choosing_for(target):
         assert_accurate("glu", biased(call_of(300, **OPTIONS[options])))
 
 
-def test_rows_that_do_not_exist_have_no_part_in_sums() -> None:
-    """The bias is there without them, and what becomes of it need not be finite."""
+def test_rows_past_the_end_do_not_enter_sums() -> None:
+    """Rows past the end still get a bias, whose activation need not be finite."""
     x, bias = torch.full((37, 192), -1e30), torch.full((192,), 1e30, requires_grad=True)
     with choosing_for("sm_90"):
         weft.glu(x, bias=bias, act="relu2").sum().backward()
@@ -76,8 +76,8 @@ def test_sizes() -> None:
     assert_accurate("glu", biased(call_of(6, lead=25)))
 
 
-def test_the_sum_is_fp32() -> None:
-    """Every result has the bits of the sum in fp32, rounded once; the sum in bf16 would change a third of them."""
+def test_bias_is_added_in_fp32() -> None:
+    """Every result has the bits of the fp32 sum, rounded once; a bf16 sum would change a third of the elements."""
     for options in ({}, GPT_OSS, experts(16)):
         call = biased(call_of(300, **options))
         bias = call["bias"].float()
@@ -96,19 +96,19 @@ def test_the_sum_is_fp32() -> None:
         assert (rounded != got["y"]).float().mean() > 0.1
 
 
-def test_gpt_oss() -> None:
-    """As its modelling code has it, expert after expert."""
+def test_matches_gpt_oss() -> None:
+    """The modeling code runs the experts one after the other."""
     ends = [5, 5, 40]
     x, bias, dy = draw(40, 192, std=4.0), draw(3, 192), draw(40, 96)
 
     def experts_of_gpt_oss(x: Tensor, bias: Tensor) -> Tensor:
-        found = []
+        outcomes = []
         for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             gate_up = x[start:end] + bias[expert]
             gate, up = gate_up[..., ::2], gate_up[..., 1::2]
             gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
-            found.append((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
-        return torch.cat(found)
+            outcomes.append((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
+        return torch.cat(outcomes)
 
     eager = []
     for dtype in (torch.float64, BF16):
@@ -129,8 +129,8 @@ def test_gpt_oss() -> None:
     ("target", "align"), [pytest.param("cpu", 16, marks=pytest.mark.slow), ("sm_90", 1), ("cpu", 128)]
 )
 def test_experts_one_by_one(target: str, align: int) -> None:
-    """Each expert's results and gradients are those of a call of its own; nothing of the padding, which is full of NaN,
-    gets into a sum, nor what becomes of a large bias there."""
+    """Each expert's results and gradients match a call of its own; neither padding, which is full of NaN, nor a large
+    bias on it enters a sum."""
     call = biased(call_of(300, **experts(align)), torch.float32)
     real = real_rows_reference(call["ends"], 300, align)
     dy = draw(300, 96)
@@ -147,14 +147,14 @@ def test_experts_one_by_one(target: str, align: int) -> None:
                 weft.glu, {"x": call["x"][rows], "probs": call["probs"][rows], "bias": call["bias"][expert]}
             )
             wanted = run(alone, {"y": dy[rows]})
-            # Stripes begin with an expert: the sums have one order.
+            # Stripes restart at every expert, so that the sums have one order.
             assert_same({"d": got["dbias"][expert]}, {"d": wanted["dbias"]}, f"expert {expert}")
             assert_same({k: got[k][rows] for k in ("y", "dx")}, {k: wanted[k] for k in ("y", "dx")}, "rows")
         huge = call.with_(bias=torch.full_like(call["bias"], 1e30), act="relu2")
         zero = run(huge, {"y": dy})
-    for found in (got, zero):
+    for outcomes in (got, zero):
         for name in ("y", "dx", "dprobs"):
-            assert not words(found[name][~real]).count_nonzero(), name
+            assert not words(outcomes[name][~real]).count_nonzero(), name
     assert got["dbias"].isfinite().all()
 
 
@@ -162,14 +162,14 @@ def test_experts_one_by_one(target: str, align: int) -> None:
     "ends", [[0, 0, 0], [300], [17], [0], [], [5, 5, 5, 11, 300], list(range(1, 301))], ids=str
 )
 def test_experts_of_any_number_and_size(ends: list[int]) -> None:
-    """None, one, more than a program looks at together; a buffer longer than its experts."""
+    """No expert, one, more than a program loads at a time, and a buffer longer than its experts."""
     call = biased(call_of(300, ends=torch.tensor(ends, dtype=torch.int64)))
     dy = draw(300, 96)
     got = run(call, {"y": dy})
     assert got["dbias"].shape == (len(ends), 192)
     with weft.backend("reference"):
         wanted = run(call, {"y": dy})
-    for name, budget in (("y", 1e-2), ("dx", 1e-2), ("dbias", 0.1)):  # a rounding to bf16 each
+    for name, budget in (("y", 1e-2), ("dx", 1e-2), ("dbias", 0.1)):  # one rounding to bf16 each
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-2, atol=budget)
     if ends:
         near(got["dbias"], glu_truth(call, dy)["dbias"])
@@ -187,7 +187,7 @@ def test_experts_of_any_number_and_size(ends: list[int]) -> None:
     ],
 )
 def test_quantized(target: str, align: int, format: str) -> None:
-    """Both copies of results and gradients, and the same sums as without them."""
+    """Both copies of results and gradients are right, and the sums are those without quantization."""
     call = biased(call_of(300, 128, **experts(align), quantize=format, columnwise=True))
     real = real_rows_reference(call["ends"], 300, align)
     dy = draw(300, 128)
@@ -202,7 +202,7 @@ def test_quantized(target: str, align: int, format: str) -> None:
 
 
 def test_quantized_a_few_rows_at_a_time() -> None:
-    """As row-wise copies alone are made: where experts begin anywhere, none of the next one's rows is touched."""
+    """Row-wise copies are stored a few rows at a time, without touching rows of the next expert."""
     call, dy = biased(call_of(300, 128, **experts(1))), draw(300, 128)
     gradients = backward_of(call, dy, quantize="1x128")
     with choosing_for("sm_90"), triton_loom.sanitize():
@@ -225,16 +225,16 @@ def test_quantized_gradients_of_autograd() -> None:
 
 @pytest.mark.parametrize("layout", [transposed, stepped, off_by_one, constant], ids=lambda f: f.__name__)
 def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    """Of the bias, and of the gradients that come back."""
+    """Any strides of the bias and of upstream gradients give the bits of contiguous tensors."""
     for call in (biased(call_of(140)), biased(call_of(300, **experts(16)))):
         bias = layout(call["bias"])
         wanted = run(call.with_(bias=bias.contiguous().clone()))
         assert_same(run(call.with_(bias=bias)), wanted, "the bias")
         gradient = upstreams(results(call.requiring_grad()))["y"]
         for change in (layout, expanded):
-            laid_out = change(gradient)
-            wanted = run(call, {"y": laid_out.contiguous().clone()})
-            assert_same(run(call, {"y": laid_out}), wanted, "gradients")
+            strided = change(gradient)
+            wanted = run(call, {"y": strided.contiguous().clone()})
+            assert_same(run(call, {"y": strided}), wanted, "gradients")
 
 
 def test_gradients_of_a_subset() -> None:
@@ -245,11 +245,11 @@ def test_gradients_of_a_subset() -> None:
             leaves = {name: call[name].clone().requires_grad_() for name in names}
             got = backward(call.with_(**leaves), results(call.with_(**leaves)), gradients)
             assert set(got) == {f"d{name}" for name in names}
-            for name, found in got.items():
-                if name == "dprobs":  # a program that has no sums over rows adds up in another order
-                    near(found, glu_truth(call, gradients["y"])["dprobs"])
+            for name, gradient in got.items():
+                if name == "dprobs":  # a program without sums over rows adds in another order
+                    near(gradient, glu_truth(call, gradients["y"])["dprobs"])
                 else:
-                    assert_same({name: found}, {name: full[name]}, str(names))
+                    assert_same({name: gradient}, {name: full[name]}, str(names))
 
 
 def test_no_columns_and_no_rows() -> None:
@@ -283,14 +283,14 @@ def test_compiled_is_eager(function: Callable[..., Any], fixed: list[tuple[int, 
     for more in (0, 7):
         shapes = [(s[0] + more, *s[1:]) if s[0] == fixed[0][0] else s for s in fixed]
         inputs = [draw(*s) for s in shapes]
-        found = []
+        outcomes = []
         for f in (function, compiled):
             leaves = [t.clone().requires_grad_() for t in inputs]
             y = f(*leaves)
             torch.manual_seed(5)
             gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
-            found.append({str(i): t for i, t in enumerate((y, *gradients))})
-        assert_same(found[1], found[0], "compiled")
+            outcomes.append({str(i): t for i, t in enumerate((y, *gradients))})
+        assert_same(outcomes[1], outcomes[0], "compiled")
 
 
 def test_opcheck() -> None:
@@ -308,11 +308,11 @@ def test_gradcheck_of_the_reference(layout: str) -> None:
     def f(x: Tensor, bias: Tensor) -> Any:
         return weft.glu(x, bias=bias, layout=layout, ends=ends)  # type: ignore[arg-type]
 
-    def whole(x: Tensor, bias: Tensor) -> Any:
+    def one_group(x: Tensor, bias: Tensor) -> Any:
         return weft.glu(x, bias=bias, layout=layout)  # type: ignore[arg-type]
 
     assert torch.autograd.gradcheck(f, [x.requires_grad_(), bias.requires_grad_()])
-    assert torch.autograd.gradcheck(whole, [x, bias[0].detach().requires_grad_()])
+    assert torch.autograd.gradcheck(one_group, [x, bias[0].detach().requires_grad_()])
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_gradcheck_of_the_reference(layout: str) -> None:
         ({"bias": torch.ones(96), "up": torch.ones(6, 96)}, "add each bias in its own"),
     ],
 )
-def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_biases_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         weft.glu(**{"x": torch.ones(6, 96), **kwargs})
     dy = torch.ones(6, 96 if "up" in kwargs else 48)

@@ -1,4 +1,4 @@
-"""The rotations and what is done with them: angles, options, layouts, sequences in parts, wrong calls."""
+"""Rotations and `qkv_prepare`: angles, options, layouts, partial sequences, caches, wrong calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from weft.lab.families import Call
 from weft.lab.families.qkv import qkv_prepare_truth, spelled_out
 from weft.lab.families.rope import rope_truth, spelled_rope
 from weft.lab.truth import near
-from weft.ops.common.heads import with_neighbours
+from weft.ops.common.heads import contiguous_heads
 from weft.runtime import choosing_for
 
-HEADS, TURNED = weft.Heads(q=4, kv=2, dim=24), weft.Rotation(1e4)
+HEADS, ROTATION = weft.Heads(q=4, kv=2, dim=24), weft.Rotation(1e4)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -42,7 +42,7 @@ def packed(
     batch: int = 2, tokens: int = 5, heads: int = 4, kv_heads: int = 2, dim: int = 24, v_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> Call:  # fmt: skip
-    """A call with a packed projection; `rope_dim` of a table unless there is a base, weights if there is a norm."""
+    """Build a call with a packed projection, angle tables unless there is a base, and weights if there is a norm."""
     width = heads * dim * (1 + options.get("gate", False)) + kv_heads * (dim + (v_dim or dim))
     lead = (tokens, batch) if options.get("layout") == "sbhd" else (batch, tokens)
     kwargs: dict[str, Any] = {"qkv": normal(*lead, width, dtype=dtype)}
@@ -59,7 +59,7 @@ def packed(
 
 
 def check(call: Call) -> dict[str, Tensor]:
-    """Forward and backward against the truth; returns all of them."""
+    """Check forward and backward against the truth; return all results and gradients."""
     call = call.requiring_grad()
     outputs = results(call)
     gradients = upstreams(outputs)
@@ -78,7 +78,8 @@ def check(call: Call) -> dict[str, Tensor]:
 @pytest.mark.parametrize("base", [1e4, 5e5])
 @pytest.mark.parametrize("first", [0, (1 << 20) - 64, (1 << 31) - 64])
 def test_angles_are_those_of_fp64(first: int, base: float) -> None:
-    """To the last place of fp32, a million positions away; products in fp32 are wrong in the second digit there."""
+    """Angles are correct to the last place of fp32 at position 2^20 and beyond, where fp32 products fail in the second
+    digit."""
     dim = 128
     positions = first + torch.arange(64)
     x = torch.zeros(64, 1, dim)
@@ -86,7 +87,7 @@ def test_angles_are_those_of_fp64(first: int, base: float) -> None:
     y = spelled_rope(x, positions=positions, base=base).double()[:, 0]
     inverse = base ** (-2.0 * torch.arange(dim // 2).double() / dim)
     angle = positions.double()[:, None] * inverse
-    # The truth itself is off by an ulp of float64 of an angle of 2^31.
+    # The truth itself is off by a float64 ulp of an angle near 2^31.
     wanted = torch.cat([angle.cos(), angle.sin()], 1)
     allowed = 2.0**-23 + first * 2.0**-52
     assert (y - wanted).abs().max() < allowed
@@ -96,7 +97,7 @@ def test_angles_are_those_of_fp64(first: int, base: float) -> None:
 
 
 def test_small_angles_keep_their_digits() -> None:
-    """Relative to the sine, which is small for slow pairs."""
+    """The error is small relative to the sine, which is small for slow pairs."""
     x = torch.zeros(512, 1, 128)
     x[..., :64] = 1.0
     sin = spelled_rope(x, base=1e6).double()[:, 0, 64:]
@@ -115,7 +116,7 @@ def test_a_base_and_its_table_agree() -> None:
 
 
 def inverse_frequencies(kind: str, dim: int) -> tuple[Tensor, float]:
-    """As transformers' modeling_rope_utils computes them: (angle per position in fp64, attention factor)."""
+    """Compute (angle per position in fp64, attention factor) as transformers' modeling_rope_utils does."""
     base, factor, original = 5e5, 8.0, 256
     plain = 1.0 / base ** (torch.arange(0, dim, 2).double() / dim)
     if kind == "linear":
@@ -132,13 +133,13 @@ def inverse_frequencies(kind: str, dim: int) -> tuple[Tensor, float]:
         return torch.where(is_between, between, slowed), 1.0
     fast, slow = (dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base)) for n in (32.0, 1.0))
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
-    kept = 1 - ((torch.arange(dim // 2).double() - fast) / (slow - fast)).clamp(0, 1)
-    return plain / factor * (1 - kept) + plain * kept, 0.1 * math.log(factor) + 1.0
+    unscaled_share = 1 - ((torch.arange(dim // 2).double() - fast) / (slow - fast)).clamp(0, 1)
+    return plain / factor * (1 - unscaled_share) + plain * unscaled_share, 0.1 * math.log(factor) + 1.0
 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
 def test_scaled_rotations(kind: str) -> None:
-    """The angles of transformers, and tables of them give the same; forward and backward."""
+    """Scaled rotations equal tables of transformers' angles, forward and backward."""
     dim, base = 64, weft.Rotation(5e5)
     rotation = {
         "linear": lambda: base.linear(8.0),
@@ -149,18 +150,18 @@ def test_scaled_rotations(kind: str) -> None:
     frequencies, magnitude = inverse_frequencies(kind, dim)
     angle = torch.arange(300).double()[:, None] * frequencies
     cos, sin = (magnitude * angle.cos()).float(), (magnitude * angle.sin()).float()
-    found = []
-    for turned in (rotation, weft.Rotation(cos=cos, sin=sin)):
+    runs = []
+    for each in (rotation, weft.Rotation(cos=cos, sin=sin)):
         x = normal(300, 2, dim, dtype=torch.float32).requires_grad_()
-        y = weft.rope(x, turned)
+        y = weft.rope(x, each)
         (dx,) = torch.autograd.grad(y, x, normal(300, 2, dim, seed=1, dtype=torch.float32))
         with weft.backend("reference"):
-            torch.testing.assert_close(weft.rope(x, turned), y, rtol=1e-5, atol=1e-5)
-        found.append((y, dx))
-    for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(weft.rope(x, each), y, rtol=1e-5, atol=1e-5)
+        runs.append((y, dx))
+    for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     plain = weft.rope(x, base)
-    assert (plain - found[0][0]).abs().max() > 0.1
+    assert (plain - runs[0][0]).abs().max() > 0.1
 
 
 def test_a_rotation_is_scaled_once_and_by_numbers() -> None:
@@ -176,7 +177,7 @@ def test_a_rotation_is_scaled_once_and_by_numbers() -> None:
 
 
 def test_a_position_without_a_row_is_nan() -> None:
-    """And no other row: neither the neighbour's nor what lies behind the table."""
+    """A position outside the table gives NaN, not a neighboring row or memory behind the table."""
     tables = table(7, half=12)
     positions = torch.tensor([[0, 6, 7, -1, 3], [1 << 33, 1, 2, 3, 4]])
     q, k, v = packed(positions=positions, **tables)()
@@ -255,7 +256,7 @@ SLOW_SIZES: list[tuple[str, dict[str, int]]] = [
     ids=str,
 )
 def test_sizes(target: str, sizes: dict[str, int]) -> None:
-    """Bug E5 (one head), odd numbers of heads and tokens; as the CPU takes them, and an H100, several at a time."""
+    """Results are accurate for one head, odd head dims and odd counts, with the tiles of a CPU and of an H100."""
     with choosing_for(target):
         check(packed(**{"qk_norm": "rms", **sizes}))
 
@@ -275,7 +276,7 @@ def test_sizes(target: str, sizes: dict[str, int]) -> None:
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_configuration_of(target: str, options: dict[str, Any]) -> None:
-    """Several tokens and heads to a program, and several tiles to a program of backward."""
+    """GPU launches have several tokens and heads per program, and several tiles per backward program."""
     with choosing_for(target):
         check(packed(**{"tokens": 37, "heads": 6, **options}))
 
@@ -289,7 +290,7 @@ def test_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("eps", [0.3, 1e-12])
 def test_eps(eps: float) -> None:
-    """Inside of the root, and as large as it is given."""
+    """eps is added inside the root, unchanged."""
     check(packed(packing="groups", qk_norm="rms", layout="sbhd", out_layout="bshd", rope_dim=12, eps=eps))
 
 
@@ -301,7 +302,7 @@ def test_without_weights(absent: tuple[str, ...]) -> None:
 
 
 def apart(layout: str = "bshd", **options: Any) -> Call:
-    """q, k and v as tensors of their own."""
+    """Build a call with separate q, k and v."""
     heads = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (5, 4)}[layout]
     few = tuple(2 if size == 4 else size for size in heads)
     kwargs = {"qkv": normal(*heads, 24), "k": normal(*few, 24, seed=1), "v": normal(*few, 10, seed=2)}
@@ -331,7 +332,7 @@ def test_separate_tensors_are_the_parts_of_a_packed_one() -> None:
 
 
 @pytest.mark.parametrize("size", [{"tokens": 0}, {"batch": 0}])
-def test_nothing(size: dict[str, int]) -> None:
+def test_empty_inputs(size: dict[str, int]) -> None:
     call = packed(**size, qk_norm="rms")
     got = run(call)
     assert got["y"].numel() == 0
@@ -343,14 +344,14 @@ def test_nothing(size: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("angles", ["base", "table"])
-def test_packed_sequences_are_their_parts(angles: str) -> None:
-    """Bugs A7, A10: 128 sequences one after the other, each from position 0, as if each were alone."""
+def test_packed_sequences_match_separate_ones(angles: str) -> None:
+    """128 packed sequences, each with positions from 0, have the bits that each has alone."""
     lengths = [1 + i % 3 for i in range(128)]
     tokens = sum(lengths)
-    given: dict[str, Any] = {"base": 1e4} if angles == "base" else table(3, half=12)
+    angle_options: dict[str, Any] = {"base": 1e4} if angles == "base" else table(3, half=12)
     x = normal(tokens, 8 * 24)
     positions = torch.cat([torch.arange(n) for n in lengths]).int()
-    options = {"heads": 4, "kv_heads": 2, "head_dim": 24, **given}
+    options = {"heads": 4, "kv_heads": 2, "head_dim": 24, **angle_options}
     whole = spelled_out(x, positions=positions, **options)
     parts = [spelled_out(part, **options) for part in x.split(lengths)]
     for i, got in enumerate(whole):
@@ -369,7 +370,7 @@ def test_context_parallel_zig_zag() -> None:
 
 
 def test_tables_of_every_sample() -> None:
-    """Bug: tables of the first sample for all."""
+    """Each sample uses its own tables, not those of the first."""
     tables = table(2, 5, half=12)
     got = check(packed(**tables))
     for i in range(2):
@@ -382,17 +383,22 @@ def test_tables_of_every_sample() -> None:
 @pytest.mark.parametrize("angles", ["base", "table"])
 @pytest.mark.parametrize("target", ["cpu", pytest.param("sm_90", marks=pytest.mark.slow)])
 def test_three_axes(angles: str, target: str) -> None:
-    given: dict[str, Any] = {"base": 1e4} if angles == "base" else table(40, half=12)
+    angle_options: dict[str, Any] = {"base": 1e4} if angles == "base" else table(40, half=12)
     positions = torch.randint(0, 40, (3, 2, 5), generator=torch.Generator().manual_seed(2))
     with choosing_for(target):
-        call = packed(positions=positions, mrope_sections=(3, 5, 4), **given)
+        call = packed(positions=positions, mrope_sections=(3, 5, 4), **angle_options)
         check(call)
         same = call.with_(positions=positions[:1].expand(3, 2, 5))()
     assert torch.equal(same[0], call.with_(positions=positions[0], mrope_sections=None)()[0])
     check(
         Call(
             spelled_rope,
-            {"x": normal(5, 3, 24), "positions": positions[:, 1], "mrope_sections": (0, 12, 0), **given},
+            {
+                "x": normal(5, 3, 24),
+                "positions": positions[:, 1],
+                "mrope_sections": (0, 12, 0),
+                **angle_options,
+            },
         )
     )
 
@@ -424,7 +430,7 @@ def test_rope_is_that_of_qkv_prepare() -> None:
     assert torch.equal(x[:, :, 6:], v)
 
 
-def test_rotations_keep_lengths_and_can_be_undone() -> None:
+def test_rotations_preserve_norms_and_invert() -> None:
     x = normal(2, 50, 3, 64, dtype=torch.float32).requires_grad_()
     y = spelled_rope(x, base=1e4)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
@@ -434,7 +440,7 @@ def test_rotations_keep_lengths_and_can_be_undone() -> None:
     assert torch.equal(dx, spelled_rope(gradient, base=1e4, inverse=True))
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
+def test_scores_depend_only_on_the_distance() -> None:
     x = normal(1, 1, 1, 64, dtype=torch.float32).expand(1, 9, 1, 64)
     far = spelled_rope(x, base=1e4, positions=torch.arange(9) + (1 << 20))[0, :, 0]
     close = spelled_rope(x, base=1e4)[0, :, 0]
@@ -461,8 +467,8 @@ def everything() -> Call:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-def test_layout_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
-    """Any strides give the bits of the contiguous tensor, forward and backward; of tables and positions too."""
+def test_strides_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
+    """Any strides of inputs, tables and positions give the bits of contiguous tensors, forward and backward."""
     positions = torch.tensor([[4, 0, 3, 3, 1], [0, 1, 2, 3, 4]])
     call = everything().with_(positions=positions)
     for name in ("qkv", "k_weight", "cos", "positions"):
@@ -473,7 +479,7 @@ def test_layout_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
             "padded_oddly",
             "off_by_one",
         ):
-            continue  # which fill up with NaN
+            continue  # these fill gaps with NaN
         laid_out = layout(tensor)
         wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
         assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
@@ -485,7 +491,7 @@ def test_layout_of_inputs(layout: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-def test_layout_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
+def test_strides_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
     for call in (everything(), apart("bhsd")):
         gradients = upstreams(results(call.requiring_grad()))
         for name, gradient in gradients.items():
@@ -496,21 +502,21 @@ def test_layout_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
             )
 
 
-def test_gradients_of_one_number_are_not_copied() -> None:
-    """What sum().backward() sends back."""
+def test_expanded_gradients_are_not_copied() -> None:
+    """Gradients as sum().backward() sends them are not copied in full."""
     whole = normal(2, 5, 4, 24)
-    assert with_neighbours(constant(whole)).untyped_storage().nbytes() == 2 * 24
-    assert with_neighbours(expanded(whole)).stride(0) == 0
-    assert with_neighbours(whole) is whole
+    assert contiguous_heads(constant(whole)).untyped_storage().nbytes() == 2 * 24
+    assert contiguous_heads(expanded(whole)).stride(0) == 0
+    assert contiguous_heads(whole) is whole
 
 
-@pytest.mark.parametrize("given", [g for g in itertools.product([False, True], repeat=4) if any(g)])
-def test_missing_gradients(given: tuple[bool, ...]) -> None:
-    """Of some results only: the others count as zero."""
+@pytest.mark.parametrize("present", [g for g in itertools.product([False, True], repeat=4) if any(g)])
+def test_missing_gradients(present: tuple[bool, ...]) -> None:
+    """Missing gradients of some results count as zero."""
     call = everything().requiring_grad()
     outputs = results(call)
     gradients = upstreams(outputs)
-    some = {name: g for (name, g), there in zip(gradients.items(), given, strict=True) if there}
+    some = {name: g for (name, g), is_present in zip(gradients.items(), present, strict=True) if is_present}
     zeros = {name: g if name in some else torch.zeros_like(g) for name, g in gradients.items()}
     wanted = backward(call, outputs, zeros, retain_graph=True)
     assert_same(backward(call, outputs, some), wanted, "missing gradients")
@@ -546,7 +552,7 @@ def test_gradients_of_a_subset_of_separate_tensors() -> None:
 
 
 def test_inputs_stay_as_they_are() -> None:
-    """Bugs D6, D7: nothing is in place."""
+    """No op writes to its inputs."""
     call = everything()
     before = {name: t.clone() for name, t in call.tensors().items()}
     run(call)
@@ -554,7 +560,7 @@ def test_inputs_stay_as_they_are() -> None:
 
 
 def test_offsets_have_64_bits() -> None:
-    """Bug A5: rows so far apart that 32 bits do not reach."""
+    """Row strides beyond 32 bits give the same results."""
     x = far_apart(4, 8 * 24)
     call = Call(
         spelled_out, {"qkv": x, "heads": 4, "kv_heads": 2, "head_dim": 24, "base": 1e4, "qk_norm": "rms"}
@@ -567,8 +573,8 @@ def test_offsets_have_64_bits() -> None:
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
 @pytest.mark.parametrize("style", ["neox", "interleaved"])
-def test_a_special_value_stays_where_it_is(special: float, style: str) -> None:
-    """In its pair if it is rotated, by itself if not; a norm spreads it over its head."""
+def test_a_special_value_stays_in_its_pair(special: float, style: str) -> None:
+    """A NaN or Inf spreads to its pair if rotated, else stays alone; a norm spreads it over its head."""
     call = packed(rope_dim=8, style=style)
     x, wanted = call["qkv"].clone(), call()[0]
     for column in (1, 13):
@@ -599,9 +605,9 @@ def test_values(scale: float) -> None:
 
 
 def prepared(qkv: Tensor, weight: Tensor, positions: Tensor) -> Any:
-    """With objects from outside of the function, and one that is made in it."""
+    """Prepare heads with objects from outside the function, and one that is created inside."""
     q, k, v, _ = weft.qkv_prepare(
-        qkv, heads=HEADS, norm=weft.HeadNorm("rms", weight, weight), rotation=TURNED, positions=positions,
+        qkv, heads=HEADS, norm=weft.HeadNorm("rms", weight, weight), rotation=ROTATION, positions=positions,
         out_layout="thd",
     )  # fmt: skip
     return weft.rope(q, weft.Rotation(1e4), inverse=True), k, v
@@ -612,13 +618,13 @@ def test_compiled_is_eager(how: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(prepared, fullgraph=True, backend=how, dynamic=how == "aot_eager")
     for tokens in (5, 8) if how == "aot_eager" else (5,):
-        found = []
+        runs = []
         for f in (prepared, compiled):
             leaves = [normal(2, tokens, 8 * 24).requires_grad_(), normal(24, seed=1).requires_grad_()]
             outputs = f(*leaves, torch.arange(tokens))
             gradients = torch.autograd.grad(outputs, leaves, [normal(*o.shape, seed=3) for o in outputs])
-            found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
-        assert_same(found[1], found[0], f"compiled with {tokens} tokens")
+            runs.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+        assert_same(runs[1], runs[0], f"compiled with {tokens} tokens")
 
 
 def test_opcheck() -> None:
@@ -649,42 +655,42 @@ def test_gradcheck_of_the_reference() -> None:
 # ---- caches --------------------------------------------------------------------------------------------
 
 SLOTS = torch.tensor([[3, 15, -1, 7, 16], [1, 0, 9, -5, 1 << 40]])  # of 16; four write nothing
-ODD = 0x5A  # what a slot holds that nobody wrote to
+ODD = 0x5A  # content of an unwritten slot
 
 
-def held(call: Call, fp8: bool, how: str = "paged") -> Call:
-    """The call with caches of 16 slots: by pages of 4, one after the other, or with gaps everywhere."""
+def with_caches(call: Call, fp8: bool, how: str = "paged") -> Call:
+    """Add caches of 16 slots to a call: in pages of 4, as plain slots, or strided with gaps everywhere."""
     heads, dims = call["kv_heads"], (call["head_dim"], call["v_dim"] or call["head_dim"])
     lead = (16,) if how == "slots" else (4, 4)
     code = torch.uint8 if how == "slots" else torch.float8_e4m3fn
 
     def make(dtype: torch.dtype, kind: int, *dim: int) -> Tensor:
-        shape = whole = (*lead, heads, *dim)
-        if how == "strided":  # k and v of a page beside each other, heads before places, and different gaps
-            whole = (4, 3, heads + 1, 5 + kind, *(d + 3 for d in dim))
+        shape = padded_shape = (*lead, heads, *dim)
+        if how == "strided":  # k and v of a page adjacent, heads before slots, and different gaps
+            padded_shape = (4, 3, heads + 1, 5 + kind, *(d + 3 for d in dim))
         size = torch.empty(0, dtype=dtype).element_size()
-        made = torch.full((*whole, size), ODD, dtype=torch.uint8).view(dtype)[..., 0]
-        return made if how != "strided" else made[:, kind].transpose(1, 2)[tuple(map(slice, shape))]
+        filled = torch.full((*padded_shape, size), ODD, dtype=torch.uint8).view(dtype)[..., 0]
+        return filled if how != "strided" else filled[:, kind].transpose(1, 2)[tuple(map(slice, shape))]
 
     cache = tuple(make(code if fp8 else call["qkv"].dtype, i, dim) for i, dim in enumerate(dims))
     scales = tuple(make(torch.float32, i) for i in range(2)) if fp8 else None
     return call.with_(slots=SLOTS, cache=cache, cache_scales=scales)
 
 
-def flat(call: Call) -> list[Tensor]:
-    """What the caches and the scales of a call hold, [slots, heads, …]."""
+def cache_contents(call: Call) -> list[Tensor]:
+    """Return the contents of a call's caches and scales, [slots, heads, …]."""
     written = (*call["cache"], *(call["cache_scales"] or ()))
     paged = call["cache"][0].dim() == 4
     return [t.flatten(0, 1) if paged else t for t in written]
 
 
-def check_held(call: Call, tokens: list[Tensor]) -> None:
-    """Every slot holds its token of `tokens` [tokens, heads, …], bit for bit; the others what they held."""
+def check_caches(call: Call, tokens: list[Tensor]) -> None:
+    """Assert that slots hold their tokens of `tokens` [tokens, heads, …] bit for bit, and others are untouched."""
     slots = call["slots"].flatten().tolist()
-    for got, wanted in zip(flat(call), tokens, strict=True):
+    for got, wanted in zip(cache_contents(call), tokens, strict=True):
         raw = words(got).view(len(got), -1)
-        whole = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
-        expected = whole.view(raw.dtype).view(raw.shape).clone()
+        untouched = words(torch.full((got.numel() * got.element_size(),), ODD, dtype=torch.uint8))
+        expected = untouched.view(raw.dtype).view(raw.shape).clone()
         for slot, token in zip(slots, words(wanted).view(len(slots), -1), strict=True):
             if 0 <= slot < len(raw):
                 expected[slot] = token
@@ -692,7 +698,7 @@ def check_held(call: Call, tokens: list[Tensor]) -> None:
 
 
 def expected_tokens(call: Call) -> list[Tensor]:
-    """k and v as the call returns them without a cache; or codes and scales of its fp32 numbers."""
+    """Return k and v of the call without a cache, or the codes and scales of its fp32 results."""
     plain = call.with_(cache=None, slots=None, cache_scales=None, out_layout="thd")
     if call["layout"] == "sbhd":  # slots are in the order of the input
         batch = call["qkv"].shape[1]
@@ -704,11 +710,11 @@ def expected_tokens(call: Call) -> list[Tensor]:
     parts = {n: plain[n].float() for n in ("qkv", "k", "v") if plain[n] is not None}
     codes, scales = [], []
     for t in plain.with_(**parts)()[1:3]:
-        made = oracle.quantize(
+        quantized = oracle.quantize(
             again(t).flatten(0, 1), block="row", element="e4m3", convention="te", power_of_two=False
         )
-        codes.append(made.data.view(torch.uint8).view(t.shape))
-        scales.append(made.scale.view(t.shape[:2]))
+        codes.append(quantized.data.view(torch.uint8).view(t.shape))
+        scales.append(quantized.scale.view(t.shape[:2]))
     return [*codes, *scales]
 
 
@@ -729,11 +735,11 @@ CACHED: list[dict[str, Any]] = [
     ),
 )
 def test_cache(options: dict[str, Any], fp8: bool, how: str) -> None:
-    call = held(packed(**options), fp8, how)
+    call = with_caches(packed(**options), fp8, how)
     if options.get("layout") == "sbhd":
         call = call.with_(slots=SLOTS.t())
     got = call()
-    check_held(call, expected_tokens(call))
+    check_caches(call, expected_tokens(call))
     plain = call.with_(cache=None, slots=None, cache_scales=None)
     assert_same(dict(zip("qkvg", got, strict=False)), dict(zip("qkvg", plain(), strict=False)), "results")
 
@@ -741,7 +747,7 @@ def test_cache(options: dict[str, Any], fp8: bool, how: str) -> None:
 @pytest.mark.parametrize("scale", [0.02, 1e-3, torch.inf])
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_cache_with_one_scale(target: str, scale: float) -> None:
-    """vLLM's form: codes of x / scale, with a scale for k and one for v that are read; saturated."""
+    """Fixed scales for k and v, as in vLLM, give saturated codes of x / scale."""
     call = packed(qk_norm="rms", base=1e4, v_dim=10)
     codes = [torch.full((16, 2, dim), ODD, dtype=torch.uint8) for dim in (24, 10)]
     scales = (torch.tensor(scale), torch.tensor([2 * scale]))
@@ -759,15 +765,15 @@ def test_cache_with_one_scale(target: str, scale: float) -> None:
             if 0 <= slot < 16:
                 expected[slot] = token
         assert torch.equal(cache, expected)
-        # The reference may round the fp32 numbers before them otherwise, which a code can show.
+        # The reference may round the fp32 values differently, which can change a code by one.
         assert ((cache.int() - other.int()).abs() <= 1).all()
 
 
 @pytest.mark.parametrize("fp8", [None, "head", "tensor"])
 def test_cache_without_v(fp8: str | None) -> None:
-    """The latent of MLA: k alone is kept, of a packed projection too."""
+    """Only k is cached, as for MLA's latent, also from a packed projection."""
     call = packed(qk_norm="rms", base=1e4)
-    both = held(call, fp8 == "head", "slots")
+    both = with_caches(call, fp8 == "head", "slots")
     if fp8 == "tensor":
         cache = tuple(torch.full((16, 2, 24), ODD, dtype=torch.uint8) for _ in "kv")
         both = call.with_(cache=cache, cache_scales=(torch.tensor(0.02),) * 2, slots=SLOTS)
@@ -781,18 +787,20 @@ def test_cache_without_v(fp8: str | None) -> None:
         scales[0].zero_()
     for backend in ("auto", "reference"):
         with weft.backend(backend):  # type: ignore[arg-type]
-            kept = weft.KVCache(cache, None, *scales)
+            k_cache = weft.KVCache(cache, None, *scales)
             norm = weft.HeadNorm("rms", call["q_weight"], call["k_weight"])
-            weft.qkv_prepare(call["qkv"], heads=HEADS, norm=norm, rotation=TURNED, cache=kept, slots=SLOTS)
+            weft.qkv_prepare(
+                call["qkv"], heads=HEADS, norm=norm, rotation=ROTATION, cache=k_cache, slots=SLOTS
+            )
         written = [slot for slot in SLOTS.flatten().tolist() if 0 <= slot < 16]
         near_codes = (words(cache)[written].int() - words(both["cache"][0])[written].int()).abs()
         assert (near_codes <= (backend == "reference")).all()
-        assert torch.equal(words(cache)[2], words(both["cache"][0])[2]), "nobody wrote to it"
+        assert torch.equal(words(cache)[2], words(both["cache"][0])[2]), "unwritten slot"
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 def test_cache_of_an_h100(fp8: bool) -> None:
-    """Several tokens and heads to a program, more slots than tokens, and nothing out of bounds."""
+    """No access is out of bounds with several tokens and heads per program and more slots than tokens."""
     call = packed(batch=1, tokens=37, heads=6, kv_heads=3, qk_norm="rms", packing="groups")
     cache = [torch.full((50, 3, 24), ODD, dtype=torch.uint8).repeat(1, 1, 1 if fp8 else 2) for _ in "kv"]
     cache = [t if fp8 else t.view(torch.bfloat16) for t in cache]
@@ -804,58 +812,62 @@ def test_cache_of_an_h100(fp8: bool) -> None:
         call()
     assert seen.launches == 1
     with choosing_for("sm_90"):
-        check_held(call, expected_tokens(call))
+        check_caches(call, expected_tokens(call))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 def test_cache_of_separate_tensors(fp8: bool) -> None:
     call = apart("bhsd", qk_norm="rms")
-    call = held(call.with_(head_dim=24, kv_heads=2, v_dim=10), fp8).with_(slots=SLOTS.flatten().int())
+    call = with_caches(call.with_(head_dim=24, kv_heads=2, v_dim=10), fp8).with_(slots=SLOTS.flatten().int())
     call()
-    check_held(call, expected_tokens(call))
+    check_caches(call, expected_tokens(call))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 def test_decoding(fp8: bool) -> None:
-    """One token of each sequence after the other, at its position: the cache of the whole."""
-    whole = held(packed(tokens=8, base=1e4, qk_norm="rms"), fp8)
+    """Decoding token by token, each at its position, fills the cache as one call does."""
+    whole = with_caches(packed(tokens=8, base=1e4, qk_norm="rms"), fp8)
     slots = torch.arange(15, -1, -1).view(2, 8)
     whole.with_(slots=slots)()
-    step = held(whole, fp8)
+    step = with_caches(whole, fp8)
     with torch.inference_mode():
         for i in range(8):
             now = {"qkv": whole["qkv"][:, i : i + 1], "positions": torch.tensor([i])}
             step.with_(slots=slots[:, i : i + 1], **now)()
-    assert_same(dict(enumerate(flat(step))), dict(enumerate(flat(whole))), "token by token")
+    assert_same(
+        dict(enumerate(cache_contents(step))), dict(enumerate(cache_contents(whole))), "token by token"
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 def test_cache_of_the_reference(fp8: bool) -> None:
-    """The same places; the same values to the last bit here, where nothing is summed up."""
+    """The reference writes the same slots, with the same bits, since nothing is summed here."""
     for options in ({"rope_dim": 0}, {"rope_dim": 0, "layout": "sbhd"}):
-        call, again = (held(packed(**options), fp8, "strided") for _ in range(2))
+        call, again = (with_caches(packed(**options), fp8, "strided") for _ in range(2))
         slots = SLOTS.t() if options.get("layout") else SLOTS
         call.with_(slots=slots)()
         with weft.backend("reference"):
             again.with_(slots=slots)()
-            check_held(again.with_(slots=slots), expected_tokens(again))
-        assert_same(dict(enumerate(flat(again))), dict(enumerate(flat(call))), "reference")
+            check_caches(again.with_(slots=slots), expected_tokens(again))
+        assert_same(
+            dict(enumerate(cache_contents(again))), dict(enumerate(cache_contents(call))), "reference"
+        )
 
 
 @pytest.mark.parametrize("special", [0.0, 1e-42, 1e-30, 3e38, torch.inf, torch.nan])
 def test_cached_values(special: float) -> None:
-    """A head of zeros has the scale 1, and NaN is a code."""
+    """A head of zeros gets scale 1, and NaN has a code."""
     call = packed(dtype=torch.float32, rope_dim=0, qk_norm=None)
     x = call["qkv"].clone()
     x[0, 0, 4 * 24 :] = special * x[0, 0, 4 * 24 :].sign() if special == special else special
-    call = held(call.with_(qkv=x), True)
+    call = with_caches(call.with_(qkv=x), True)
     call()
-    check_held(call, expected_tokens(call))
+    check_caches(call, expected_tokens(call))
 
 
 def test_offsets_in_a_cache_have_64_bits() -> None:
-    """Bug A5: pages so far apart that 32 bits do not reach."""
-    call = held(packed(qk_norm="rms"), False)
+    """Page strides beyond 32 bits reach the right pages."""
+    call = with_caches(packed(qk_norm="rms"), False)
     caches = [far_apart(4, 4 * 2 * 24).view(4, 4, 2, 24) for _ in "kv"]
     call.with_(cache=tuple(caches))()
     call()
@@ -866,17 +878,17 @@ def test_offsets_in_a_cache_have_64_bits() -> None:
 
 @pytest.mark.parametrize("size", [{"tokens": 0}, {"batch": 0}])
 def test_nothing_is_cached(size: dict[str, int]) -> None:
-    call = held(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
+    call = with_caches(packed(**size), True).with_(slots=torch.zeros(0, dtype=torch.int64))
     assert call()[1].numel() == 0
-    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(call))
-    empty = held(packed(), False)
+    assert all((words(t) == words(t).flatten()[0]).all() for t in cache_contents(call))
+    empty = with_caches(packed(), False)
     empty.with_(cache=tuple(t[:0] for t in empty["cache"]))()
-    assert all((words(t) == words(t).flatten()[0]).all() for t in flat(empty))
+    assert all((words(t) == words(t).flatten()[0]).all() for t in cache_contents(empty))
 
 
-def test_caches_are_written_in_the_open() -> None:
-    """Version counters tell autograd; gradients are refused, and not needed without grad mode."""
-    call = held(packed(), True)
+def test_cache_writes_bump_versions_and_refuse_gradients() -> None:
+    """Cache writes bump version counters; inputs that require gradients are refused unless grad mode is off."""
+    call = with_caches(packed(), True)
     call()
     assert all(t._version == 1 for t in (*call["cache"], *call["cache_scales"]))
     for name in ("qkv", "q_weight"):
@@ -890,9 +902,9 @@ def test_caches_are_written_in_the_open() -> None:
 
 
 def cached_step(qkv: Tensor, slots: Tensor, kv: Tensor, scales: Tensor | None) -> Any:
-    """k and v of a cache are views of one tensor."""
+    """Prepare heads with a cache whose k and v are views of one tensor."""
     cache = weft.KVCache(kv[:, 0], kv[:, 1], *(() if scales is None else (scales[:, 0], scales[:, 1])))
-    q, k, v, _ = weft.qkv_prepare(qkv, heads=HEADS, rotation=TURNED, cache=cache, slots=slots)
+    q, k, v, _ = weft.qkv_prepare(qkv, heads=HEADS, rotation=ROTATION, cache=cache, slots=slots)
     return q + 1, k, v, kv.float().sum() if scales is None else scales.sum()
 
 
@@ -901,19 +913,19 @@ def cached_step(qkv: Tensor, slots: Tensor, kv: Tensor, scales: Tensor | None) -
 def test_compiled_cache_is_eager(how: str, fp8: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(cached_step, fullgraph=True, backend=how)
-    found = []
+    runs = []
     for f in (cached_step, compiled):
         kv = torch.zeros(4, 2, 4, 2, 24, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
         scales = torch.zeros(4, 2, 4, 2) if fp8 else None
         outputs = [*f(normal(2, 5, 8 * 24), SLOTS, kv, scales), kv, *([] if scales is None else [scales])]
-        found.append({str(i): t for i, t in enumerate(outputs)})
-    assert words(found[0]["4"]).count_nonzero()
-    assert_same(found[1], found[0], "compiled")
+        runs.append({str(i): t for i, t in enumerate(outputs)})
+    assert words(runs[0]["4"]).count_nonzero()
+    assert_same(runs[1], runs[0], "compiled")
 
 
 def test_opcheck_of_a_cache() -> None:
     for fp8 in (False, True):
-        call = held(packed(qk_norm="rms"), fp8, "slots")
+        call = with_caches(packed(qk_norm="rms"), fp8, "slots")
         for t in (*call["cache"], *(call["cache_scales"] or ())):
             t.zero_()
         opcheck("qkv_prepare_cached", arguments_of(call, "qkv_prepare_cached", results)[0])
@@ -926,12 +938,12 @@ def test_opcheck_of_a_cache() -> None:
         (False, {"slots": None}, "slots="),
         (False, {"slots": SLOTS.float()}, "slots must be"),
         (False, {"slots": SLOTS.t()}, "slots must have the shape"),
-        (False, {"cache_scales": (torch.zeros(4, 4, 2),) * 2}, "goes with scales, and another without"),
-        (True, {"cache_scales": None}, "goes with scales, and another without"),
+        (False, {"cache_scales": (torch.zeros(4, 4, 2),) * 2}, "needs scales, and any other takes none"),
+        (True, {"cache_scales": None}, "needs scales, and any other takes none"),
         (True, {"cache_scales": (torch.zeros(4, 4, 2),)}, "a scale each"),
         (True, {"cache_scales": (torch.zeros(4, 4, 3),) * 2}, "k_scale must be"),
         (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.zeros(4, 4, 2).bfloat16())}, "v_scale must be"),
-        (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.ones(1))}, "both have one number"),
+        (True, {"cache_scales": (torch.zeros(4, 4, 2), torch.ones(1))}, "both have one scale"),
         (
             False,
             {"cache": (torch.zeros(4, 4, 2, 24).bfloat16(), torch.zeros(3, 4, 2, 24))},
@@ -947,9 +959,9 @@ def test_opcheck_of_a_cache() -> None:
 )
 def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        held(packed(), fp8).with_(**changed)()
+        with_caches(packed(), fp8).with_(**changed)()
     with pytest.raises(ValueError, match="v is missing"):
-        apart().with_(v=None, cache=held(packed(), False)["cache"], slots=SLOTS)()
+        apart().with_(v=None, cache=with_caches(packed(), False)["cache"], slots=SLOTS)()
 
 
 # ---- wrong calls ---------------------------------------------------------------------------------------

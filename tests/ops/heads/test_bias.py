@@ -1,4 +1,4 @@
-"""The bias of a packed projection: before the norm, the rotation and the cache, and its gradient."""
+"""Bias of a packed projection: added before the norm, the rotation and the cache; and its gradient."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.catalogue.layouts import constant, expanded, off_by_one, stepped
 from tests.ops.heads.test import (
     COMBINED,
     HEADS,
+    ROTATION,
     SLOTS,
-    TURNED,
     apart,
+    cache_contents,
     check,
-    check_held,
+    check_caches,
     expected_tokens,
-    flat,
-    held,
     normal,
     packed,
+    with_caches,
 )
 from tests.support.covering import covering
 from weft.lab.calls import assert_same, backward, results, run, upstreams
@@ -47,7 +47,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_configuration_of(target: str) -> None:
-    """Several tokens and heads to a program, an odd number of heads, and more tokens than one program adds up."""
+    """Several tokens and heads per program, an odd number of heads, and more tokens than one program sums."""
     with choosing_for(target):
         check(biased(tokens=37, heads=6, kv_heads=3, **COMBINED[1]))
         check(biased(tokens=37, heads=3, kv_heads=1, v_dim=10, style="interleaved"))
@@ -55,9 +55,9 @@ def test_configuration_of(target: str) -> None:
 
 
 @pytest.mark.parametrize("options", [COMBINED[1], COMBINED[3], COMBINED[5]], ids=str)
-def test_the_sum_is_fp32(options: dict[str, Any]) -> None:
-    """Every result and the gradient of the input have the bits of the sum in fp32, rounded once; the gradient of the
-    bias is the sum of the rounded one."""
+def test_the_bias_is_added_in_fp32(options: dict[str, Any]) -> None:
+    """All results and the input's gradient have the bits of adding the bias in fp32 and rounding once; the bias
+    gradient is the sum of the rounded input gradient."""
     call = biased(**options)
     wide = call["qkv"].float() + call["bias"].float()
     got = run(call)
@@ -85,7 +85,7 @@ def test_gradients_of_a_subset() -> None:
 
 @pytest.mark.parametrize("layout", [stepped, off_by_one, constant], ids=lambda f: f.__name__)
 def test_layouts(layout: Any) -> None:
-    """Of the bias, and of the gradients that come back."""
+    """Any strides of the bias and of upstream gradients give the same bits."""
     call = biased(qk_norm="rms", tokens=7)
     bias = layout(call["bias"])
     wanted = run(call.with_(bias=bias.contiguous().clone()))
@@ -98,7 +98,7 @@ def test_layouts(layout: Any) -> None:
         assert_same(run(call, laid_out), run(call, close), "gradients")
 
 
-def test_nothing() -> None:
+def test_empty_inputs() -> None:
     got = run(biased(tokens=0))
     assert not got["dbias"].count_nonzero()
     assert got["dbias"].shape == (8 * 24,)
@@ -110,56 +110,56 @@ def test_nothing() -> None:
     ids=lambda value: {False: "same", True: "fp8"}.get(value, value),
 )
 def test_cache(fp8: bool, target: str) -> None:
-    """What is cached has the bias: the bits that are returned, or codes of the fp32 sum, of v too."""
-    call = held(biased(gate=True, packing="groups", v_dim=40, rope_dim=12, qk_norm="rms"), fp8)
+    """Cached k and v include the bias: the returned bits, or codes of the fp32 sum."""
+    call = with_caches(biased(gate=True, packing="groups", v_dim=40, rope_dim=12, qk_norm="rms"), fp8)
     with choosing_for(target):
         got = call()
-        check_held(call, expected_tokens(call))
+        check_caches(call, expected_tokens(call))
         plain = call.with_(cache=None, slots=None, cache_scales=None)()
     assert_same(dict(zip("qkvg", got, strict=True)), dict(zip("qkvg", plain, strict=True)), "results")
-    again = held(call, fp8)
+    again = with_caches(call, fp8)
     with weft.backend("reference"):
         again.with_(qk_norm=None, rope_dim=None, cos=None, sin=None)()
-    bare = held(call, fp8).with_(qk_norm=None, rope_dim=None, cos=None, sin=None)
+    bare = with_caches(call, fp8).with_(qk_norm=None, rope_dim=None, cos=None, sin=None)
     bare()
-    assert_same(dict(enumerate(flat(again))), dict(enumerate(flat(bare))), "reference")
+    assert_same(dict(enumerate(cache_contents(again))), dict(enumerate(cache_contents(bare))), "reference")
     with pytest.raises(ValueError, match="for inference"):
         call.with_(bias=call["bias"].clone().requires_grad_())()
 
 
 def prepared(qkv: Tensor, bias: Tensor) -> Any:
-    return weft.qkv_prepare(qkv, heads=HEADS, bias=bias, rotation=TURNED, out_layout="bhsd")[:3]
+    return weft.qkv_prepare(qkv, heads=HEADS, bias=bias, rotation=ROTATION, out_layout="bhsd")[:3]
 
 
 def cached(qkv: Tensor, bias: Tensor, kv: Tensor) -> Any:
     cache = weft.KVCache(kv[0], kv[1])
-    return weft.qkv_prepare(qkv, heads=HEADS, bias=bias, rotation=TURNED, cache=cache, slots=SLOTS)[:3]
+    return weft.qkv_prepare(qkv, heads=HEADS, bias=bias, rotation=ROTATION, cache=cache, slots=SLOTS)[:3]
 
 
 def test_compiled_is_eager() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 8):
-        found = []
+        runs = []
         for f in (prepared, compiled):
             leaves = [normal(2, tokens, 8 * 24).requires_grad_(), normal(8 * 24, seed=1).requires_grad_()]
             outputs = f(*leaves)
             gradients = torch.autograd.grad(outputs, leaves, [normal(*o.shape, seed=3) for o in outputs])
-            found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
-        assert_same(found[1], found[0], f"compiled with {tokens} tokens")
-    found = []
+            runs.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+        assert_same(runs[1], runs[0], f"compiled with {tokens} tokens")
+    runs = []
     for f in (cached, torch.compile(cached, fullgraph=True, backend="aot_eager")):
         kv = torch.zeros(2, 16, 2, 24).bfloat16()
         outputs = f(normal(2, 5, 8 * 24), normal(8 * 24, seed=1), kv)
-        found.append({str(i): t for i, t in enumerate((*outputs, kv))})
-    assert_same(found[1], found[0], "compiled with a cache")
+        runs.append({str(i): t for i, t in enumerate((*outputs, kv))})
+    assert_same(runs[1], runs[0], "compiled with a cache")
 
 
 def test_opcheck() -> None:
     call = biased(qk_norm="rms", gate=True)
     opcheck("qkv_prepare", arguments_of(call.requiring_grad(), "qkv_prepare", results)[0])
     opcheck("qkv_prepare_backward", arguments_of(call, "qkv_prepare_backward")[0])
-    cached = held(call, False, "slots")
+    cached = with_caches(call, False, "slots")
     for t in cached["cache"]:
         t.zero_()
     opcheck("qkv_prepare_cached", arguments_of(cached, "qkv_prepare_cached", results)[0])

@@ -1,4 +1,4 @@
-"""Queries and keys that leave as codes: the bytes of `quantize` of the fp32 numbers, and attention that takes them."""
+"""Queries and keys returned as codes: the bytes of `quantize` on fp32 heads, and attention on them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from weft.lab.families import Call
 from weft.runtime import choosing_for, recording
 
 HEADS = weft.Heads(q=4, kv=2, dim=64)
-TURNED = weft.Rotation(10000.0)
+ROTATION = weft.Rotation(10000.0)
 
 
 def check(call: Call, spec: str) -> None:
-    """Codes and scales of q and k are those of their fp32 numbers; v and gates are as without codes."""
+    """Check that q and k are quantized from fp32, and that v and gates are as without codes."""
     wide = call.with_(**{name: call[name].float() for name in ("qkv", "k", "v") if call[name] is not None})()
     plain = call()
     with guarded_allocations() as bands:
         got = call.with_(quantize=spec)()
     for band in bands:
         band.check()
-    for codes, numbers in zip(got[:2], wide[:2], strict=True):
+    for codes, heads in zip(got[:2], wide[:2], strict=True):
         assert isinstance(codes, QTensor)
         assert (codes.shape, codes.dtype, codes.spec) == (
-            numbers.shape,
+            heads.shape,
             call["qkv"].dtype,
             weft.Format.of(spec).spec,
         )
-        made, wanted = codes.rowwise, weft.quantize(numbers, spec).rowwise
-        assert made is not None
+        rowwise, wanted = codes.rowwise, weft.quantize(heads, spec).rowwise
+        assert rowwise is not None
         assert wanted is not None
-        assert torch.equal(words(made.data), words(wanted.data))
-        assert torch.equal(made.scale, wanted.scale)
+        assert torch.equal(words(rowwise.data), words(wanted.data))
+        assert torch.equal(rowwise.scale, wanted.scale)
     for one, other in zip(got[2:], plain[2:], strict=True):
         assert torch.equal(one, other)
 
@@ -85,32 +85,32 @@ def test_few_tokens(size: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("element", ["int8", "e4m3"])
 def test_attention_takes_codes(element: str) -> None:
-    """No second pass over queries and keys, and the bits of codes that were made apart."""
+    """Attention multiplies the codes without another pass, with the bits of separately quantized heads."""
     x = torch.randn(2, 70, HEADS.width, generator=torch.Generator().manual_seed(0)).bfloat16()
-    options: dict[str, Any] = {"heads": HEADS, "rotation": TURNED, "out_layout": "bhsd"}
+    options: dict[str, Any] = {"heads": HEADS, "rotation": ROTATION, "out_layout": "bhsd"}
     q, k, v, _ = weft.qkv_prepare(x, quantize=f"{element}:row", **options)
     wide = weft.qkv_prepare(x.float(), **options)
     codes = [weft.quantize(heads, f"{element}:row").bfloat16() for heads in (wide.q, wide.k)]
     assert v is not None
-    found = weft.attention(q, k, v, is_causal=True, values="e4m3")
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, weft.attention(*codes, v, is_causal=True, values="e4m3"))
+    result = weft.attention(q, k, v, is_causal=True, values="e4m3")
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, weft.attention(*codes, v, is_causal=True, values="e4m3"))
     plain = weft.attention(*weft.qkv_prepare(x, **options)[:3], is_causal=True)
-    assert (found - plain).float().norm() < 0.06 * plain.float().norm()
-    # With sinks keys are not smoothed: codes made by attention itself are the same.
+    assert (result - plain).float().norm() < 0.06 * plain.float().norm()
+    # With sinks, keys are not smoothed, so attention's own codes are the same.
     sinks = torch.zeros(4)
     inside = weft.attention(wide.q, wide.k, v.float(), sinks=sinks, scores=element, values="e4m3")  # type: ignore[call-overload]
     assert torch.equal(weft.attention(q, k, v, sinks=sinks, values="e4m3"), inside.bfloat16())
     meta = x.to("meta")
     with recording("sm_90"):
         q, k, v, _ = weft.qkv_prepare(meta, quantize=f"{element}:row", **options)
-    with recording("sm_90") as seen:
+    with recording("sm_90") as recorded:
         weft.attention(q, k, v, is_causal=True)
-    assert [variant.kernel for variant in seen] == ["attention_kernel"]
+    assert [variant.kernel for variant in recorded] == ["attention_kernel"]
 
 
 def prepared(x: Tensor) -> Tensor:
-    q, k, v, _ = weft.qkv_prepare(x, heads=HEADS, rotation=TURNED, quantize="int8:row")
+    q, k, v, _ = weft.qkv_prepare(x, heads=HEADS, rotation=ROTATION, quantize="int8:row")
     return weft.attention(q, k, v, layout="bshd", values="e4m3")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Pairs that are read in one style and written in the other, and the tables of angles that other libraries have."""
+"""Pairs that are read in one style and written in the other, and angle tables of other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CROSSED = {"style": "interleaved", "out_style": "neox"}
 
 
 def deepseek(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation of HuggingFace's DeepSeek models: x [batch, heads, sequence, dim], tables cat([angles, angles])."""
+    """Rotate as Hugging Face's DeepSeek models do: x [batch, heads, sequence, dim], tables cat([angles, angles])."""
     half = cos.shape[-1] // 2
     cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
     a, b = x[..., 0::2], x[..., 1::2]
@@ -26,19 +26,19 @@ def deepseek(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def test_deepseek_of_hugging_face() -> None:
-    """With its own tables, [batch, sequence, dim]; and the gradient, which goes back to the pairs."""
+    """Result and gradient match DeepSeek's rotation with its own tables, [batch, sequence, dim]."""
     x, dy = normal(2, 3, 7, 16, dtype=torch.float32), normal(2, 3, 7, 16, seed=1, dtype=torch.float32)
     angles = normal(2, 7, 8, seed=2, dtype=torch.float32)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
     rotation = weft.Rotation(cos=cos, sin=sin, style="interleaved", out_style="neox")
-    found = []
+    runs = []
     for rotate in (lambda x: weft.rope(x, rotation, layout="bhsd"), lambda x: deepseek(x, cos, sin)):
         leaf = x.clone().requires_grad_()
         y = rotate(leaf)
-        found.append((y, *torch.autograd.grad(y, leaf, dy)))
-    for got, wanted in zip(*found, strict=True):
+        runs.append((y, *torch.autograd.grad(y, leaf, dy)))
+    for got, wanted in zip(*runs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    back = weft.rope(found[0][0], rotation, layout="bhsd", inverse=True)
+    back = weft.rope(runs[0][0], rotation, layout="bhsd", inverse=True)
     torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
 
 
@@ -53,7 +53,7 @@ def test_deepseek_of_hugging_face() -> None:
     ids=str,
 )
 def test_one_tensor(options: dict[str, Any]) -> None:
-    """The numbers that are not rotated stay where they are, in whatever order the others are written."""
+    """Elements that are not rotated keep their place, whatever the output style."""
     call = Call(spelled_rope, {"x": normal(3, 4, 5, 24), "base": 1e4, **CROSSED, **options})
     check(call)
     dim, first = options.get("rope_dim", 24), options.get("rope_first", True)
@@ -74,8 +74,8 @@ def test_one_tensor(options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_norms_have_the_order_of_what_they_read(target: str, options: dict[str, Any]) -> None:
-    """Weights and biases of a norm before the rotation go with the numbers as they are read, after it as written."""
+def test_norm_weights_follow_the_order_of_their_input(target: str, options: dict[str, Any]) -> None:
+    """Weights and biases follow the input style if the norm comes before the rotation, else the output style."""
     with choosing_for(target):
         check(packed(**CROSSED, **options))
 
@@ -84,14 +84,14 @@ def test_cache() -> None:
     """Keys are cached in the order in which they are returned."""
     keys, values = torch.zeros(2, 10, 2, 24).bfloat16().unbind()
     call = packed(**CROSSED, rope_dim=16)
-    kept = call.with_(cache=(keys, values), slots=torch.arange(10))
+    cached = call.with_(cache=(keys, values), slots=torch.arange(10))
     with torch.no_grad():
-        _, k, _ = kept()
+        _, k, _ = cached()
     assert torch.equal(keys, k.flatten(0, 1))
 
 
 def test_complex_tables() -> None:
-    """torchtitan's: neighbours are one complex number, which is multiplied by that of the table."""
+    """torchtitan multiplies each pair of adjacent elements, as a complex number, by the table's."""
     x = normal(2, 7, 3, 16, dtype=torch.float32)
     cis = torch.polar(torch.ones(20, 8), normal(20, 8, seed=1, dtype=torch.float32))
 

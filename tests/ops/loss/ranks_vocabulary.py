@@ -1,6 +1,6 @@
-"""What each rank runs for `test_vocabulary`: `python ranks_vocabulary.py RANK WORLD DIRECTORY` saves its results there.
+"""Script of one rank for `test_vocabulary`: `python ranks_vocabulary.py RANK WORLD DIRECTORY` saves its results there.
 
-A case is a call with inputs that every rank draws alike, of which it takes its shard of the vocabulary.
+A case is a call whose inputs every rank draws identically and then reduces to its shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MORE = {"return_mean_logits": True, "return_log_sum_squares": True}  # of `linea
 
 @dataclass(frozen=True)
 class Case:
-    """`cut`: where the shards begin, for a number of ranks and a vocabulary."""
+    """Call of a loss; `cut` names the rule that splits the vocabulary into shards."""
 
     function: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
     cut: str = "even"
     vocab: int = 301
     dtype: torch.dtype = torch.float32
-    sure: float = 0.0  # what makes every other target stand out
+    sure: float = 0.0  # amount by which every other target's logit is raised
     padded: int = 0  # columns at the end that are minus infinity
     ignored: bool = True
     weighted: bool = False
@@ -49,7 +49,7 @@ class Case:
         return [0, *(self.vocab * rank // max(world - 1, 1) for rank in range(world - 1)), self.vocab]
 
     def inputs(self) -> dict[str, Tensor]:
-        """Of the whole vocabulary."""
+        """Draw inputs for the whole vocabulary."""
         generator = torch.Generator().manual_seed(5)
         tokens, hidden = 29, 40
 
@@ -62,25 +62,27 @@ class Case:
             target[4::7] = -100
             if self.options.get("reduction") == "none" or self.function is weft.linear_logprobs:
                 target[5] = self.vocab + 3  # none of the columns
-        given: dict[str, Tensor] = {"target": target}
+        tensors: dict[str, Tensor] = {"target": target}
         bias = torch.zeros(self.vocab) + self.shift
         bias[self.vocab - self.padded :] = -torch.inf
         if self.function is weft.cross_entropy:
             logits = 3.0 * normal(tokens, self.vocab) + bias
-            at = target.clamp(0, self.vocab - 1)
-            logits[::2] = logits[::2].scatter_add(1, at[::2, None], torch.full((len(at[::2]), 1), self.sure))
-            given["logits"] = logits.to(self.dtype)
+            columns = target.clamp(0, self.vocab - 1)
+            logits[::2] = logits[::2].scatter_add(
+                1, columns[::2, None], torch.full((len(columns[::2]), 1), self.sure)
+            )
+            tensors["logits"] = logits.to(self.dtype)
         else:
-            given["hidden"] = normal(tokens, hidden).to(self.dtype)
-            given["weight"] = (3.0 * normal(self.vocab, hidden) / hidden**0.5).to(self.dtype)
+            tensors["hidden"] = normal(tokens, hidden).to(self.dtype)
+            tensors["weight"] = (3.0 * normal(self.vocab, hidden) / hidden**0.5).to(self.dtype)
             if self.padded or self.shift:
-                given["bias"] = bias.to(self.dtype)
+                tensors["bias"] = bias.to(self.dtype)
             if self.sure:
-                at = target.clamp(0, self.vocab - 1)
-                given["hidden"][::2] += self.sure * given["weight"][at[::2]]
+                columns = target.clamp(0, self.vocab - 1)
+                tensors["hidden"][::2] += self.sure * tensors["weight"][columns[::2]]
         if self.weighted:
-            given["class_weight"] = torch.rand(self.vocab, generator=generator) + 0.5
-        return given
+            tensors["class_weight"] = torch.rand(self.vocab, generator=generator) + 0.5
+        return tensors
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -146,29 +148,29 @@ def named(result: Any) -> dict[str, Tensor]:
 
 
 def run(case: Case, rank: int, world: int, group: Any) -> dict[str, Tensor]:
-    """Results and gradients of this rank's shard."""
-    given, shard = part_of(case, rank, world, group)
+    """Return the results and gradients of this rank's shard."""
+    tensors, shard = part_of(case, rank, world, group)
     assert case.cut != "even" or shard == VocabShard.of(group, case.vocab)
-    leaves = {f"d{name}": given[name].requires_grad_() for name in case.leaves if name in given}
+    leaves = {f"d{name}": tensors[name].requires_grad_() for name in case.leaves if name in tensors}
     if case.options.get("inplace"):
-        given["logits"] = given["logits"] * 1.0  # a leaf cannot be written to
-    return differentiated(case, named(case.function(**given, **case.options, shard=shard)), leaves)
+        tensors["logits"] = tensors["logits"] * 1.0  # a leaf cannot be written to
+    return differentiated(case, named(case.function(**tensors, **case.options, shard=shard)), leaves)
 
 
 def part_of(case: Case, rank: int, world: int, group: Any) -> tuple[dict[str, Tensor], VocabShard]:
-    """This rank's inputs."""
-    given = case.inputs()
+    """Return this rank's inputs and shard."""
+    tensors = case.inputs()
     first, last = case.cuts(world)[rank : rank + 2]
-    if "logits" in given:
-        given["logits"] = given["logits"][:, first:last].clone()
+    if "logits" in tensors:
+        tensors["logits"] = tensors["logits"][:, first:last].clone()
     else:
-        given |= {name: given[name][first:last].clone() for name in ("weight", "bias") if name in given}
+        tensors |= {name: tensors[name][first:last].clone() for name in ("weight", "bias") if name in tensors}
     shard = VocabShard(group, first, last, case.vocab)
-    return given, shard
+    return tensors, shard
 
 
 def differentiated(case: Case, outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs with random gradients, and what the leaves get of them."""
+    """Return the outputs, and the gradients of the leaves for random upstream gradients."""
     total = sum((outputs[name].nan_to_num() * g).sum() for name, g in case.upstream(outputs).items())
     gradients = torch.autograd.grad(total, list(leaves.values()))
     return {name: value.detach() for name, value in outputs.items()} | dict(
@@ -180,56 +182,56 @@ def differentiated(case: Case, outputs: dict[str, Tensor], leaves: dict[str, Ten
 
 
 def placements_of(world: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Meshes and what each of their dimensions shards."""
-    found: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    """Return meshes, and what each of their dimensions shards."""
+    placements: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         "vocabulary": ((world,), ("vocabulary",)),
         "tokens": ((world,), ("tokens",)),
         "nothing": ((world,), ("nothing",)),
     }
     if world == 4:
-        found["both"] = ((2, 2), ("tokens", "vocabulary"))
-    return found
+        placements["both"] = ((2, 2), ("tokens", "vocabulary"))
+    return placements
 
 
 MESH_CASES = ("smooth", "each token", "everything", "logprobs", "linear, everything", "empty shards")
 
 
 def run_on_mesh(case: Case, mesh: Any, sharded: tuple[str, ...]) -> dict[str, Tensor]:
-    """The whole results and gradients, of DTensors."""
+    """Return the full results and gradients of DTensors."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    given = case.inputs()
+    tensors = case.inputs()
 
     def placed(name: str, value: Tensor) -> Tensor:
         vocab_dim = {"logits": 1, "weight": 0, "bias": 0}.get(name)
         token_dim = {"logits": 0, "hidden": 0, "target": 0}.get(name)
         dims = {"vocabulary": vocab_dim, "tokens": token_dim, "nothing": None}
-        placements = [Replicate() if dims[what] is None else Shard(dims[what]) for what in sharded]
+        placements = [Replicate() if dims[dim] is None else Shard(dims[dim]) for dim in sharded]
         return distribute_tensor(value, mesh, placements)
 
-    whole = {name: placed(name, value) for name, value in given.items()}
-    names = [name for name in case.leaves if name in whole]
-    whole |= {name: whole[name].detach().requires_grad_() for name in names}
-    outputs = named(case.function(**whole, **case.options))
+    dtensors = {name: placed(name, value) for name, value in tensors.items()}
+    names = [name for name in case.leaves if name in dtensors]
+    dtensors |= {name: dtensors[name].detach().requires_grad_() for name in names}
+    outputs = named(case.function(**dtensors, **case.options))
     full = {name: value.full_tensor() for name, value in outputs.items()}
-    found = differentiated(case, full, {f"d{name}": whole[name] for name in names})
-    return {name: value.full_tensor() if name[1:] in names else value for name, value in found.items()}
+    results = differentiated(case, full, {f"d{name}": dtensors[name] for name in names})
+    return {name: value.full_tensor() if name[1:] in names else value for name, value in results.items()}
 
 
 def run_compiled(case: Case, rank: int, world: int, group: Any) -> dict[str, Tensor]:
-    """Under torch.compile without a break."""
-    given, shard = part_of(case, rank, world, group)
-    leaves = {f"d{name}": given[name].requires_grad_() for name in case.leaves if name in given}
+    """Run under torch.compile without a graph break."""
+    tensors, shard = part_of(case, rank, world, group)
+    leaves = {f"d{name}": tensors[name].requires_grad_() for name in case.leaves if name in tensors}
 
     def call(**tensors: Tensor) -> Any:
         return case.function(**tensors, **case.options, shard=shard)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    return differentiated(case, named(compiled(**given)), leaves)
+    return differentiated(case, named(compiled(**tensors)), leaves)
 
 
 def refused(world: int) -> list[str]:
-    """Messages about placements that make no sense."""
+    """Return the errors of unsupported placements."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
@@ -246,14 +248,14 @@ def refused(world: int) -> list[str]:
 
 
 def refused_label(name: str, rank: int, world: int, group: Any) -> str:
-    """What this rank says to a label that is no column of the whole vocabulary. Columns of other shards are taken."""
+    """Return this rank's error for a label outside of the whole vocabulary. Columns of other shards are accepted."""
     case = CASES[name]
-    given, shard = part_of(case, rank, world, group)
-    given["target"][5] = case.vocab - 1
-    case.function(**given, **case.options, shard=shard)
-    given["target"][5] = case.vocab
+    tensors, shard = part_of(case, rank, world, group)
+    tensors["target"][5] = case.vocab - 1
+    case.function(**tensors, **case.options, shard=shard)
+    tensors["target"][5] = case.vocab
     try:
-        case.function(**given, **case.options, shard=shard)
+        case.function(**tensors, **case.options, shard=shard)
     except IndexError as error:
         return str(error)
     return ""
@@ -263,22 +265,22 @@ def main(rank: int, world: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
     group = dist.group.WORLD
-    with unread_labels():  # cases have a target that is none of the columns
-        found: dict[str, Any] = {name: run(case, rank, world, group) for name, case in CASES.items()}
-        found["again"] = run(CASES["linear, everything"], rank, world, group)
+    with unread_labels():  # cases have a target that is no column
+        results: dict[str, Any] = {name: run(case, rank, world, group) for name, case in CASES.items()}
+        results["again"] = run(CASES["linear, everything"], rank, world, group)
         if world in (2, 4):
             from torch.distributed.tensor import init_device_mesh
 
             for kind, (shape, sharded) in placements_of(world).items():
                 mesh = init_device_mesh("cpu", shape)
                 for name in MESH_CASES:
-                    found[f"{name} on a mesh of {kind}"] = run_on_mesh(CASES[name], mesh, sharded)
-            found["refused"] = refused(world)
+                    results[f"{name} on a mesh of {kind}"] = run_on_mesh(CASES[name], mesh, sharded)
+            results["refused"] = refused(world)
         if world == 2:
             for name in ("smooth", "linear, everything"):
-                found[f"{name}, compiled"] = run_compiled(CASES[name], rank, world, group)
-    found["labels"] = [refused_label(name, rank, world, group) for name in ("each token", "logprobs")]
-    torch.save(found, directory / f"{rank}.pt")
+                results[f"{name}, compiled"] = run_compiled(CASES[name], rank, world, group)
+    results["labels"] = [refused_label(name, rank, world, group) for name in ("each token", "logprobs")]
+    torch.save(results, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy: PyTorch's own, the float64 truth, targets of every kind, values, layouts, gradients, in place."""
+"""Cross entropy against PyTorch and a float64 truth: targets of every kind, values, layouts, gradients, in place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERYTHING: dict[str, Any] = {
 def problem(
     rows: int, cols: int, dtype: torch.dtype = torch.bfloat16, ignored: int = 3, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Logits with some sure tokens, and targets of which every so manyth is ignored."""
+    """Return logits with some confident tokens, and targets of which every `ignored`-th is ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, cols, generator=generator) * 2
     target = torch.randint(0, cols, (rows,), generator=generator)
@@ -66,7 +66,7 @@ def upstream_of(outputs: dict[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def run(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = None, **options: Any) -> Any:
-    """Outputs, and dlogits for random gradients of all of them."""
+    """Return the outputs, and dlogits for random upstream gradients of all of them."""
     leaf = logits.detach().requires_grad_()
     outputs = named(weft.cross_entropy(leaf, target, **options))
     upstream = upstream or upstream_of(outputs)
@@ -77,7 +77,7 @@ def run(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = Non
 
 
 def expect(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = None, **options: Any) -> None:
-    """Outputs and gradient are near the truth."""
+    """Check outputs and gradient against the truth."""
     leaf = logits.detach().requires_grad_()
     upstream = upstream or upstream_of(named(weft.cross_entropy(leaf, target, **options)))
     got = run(logits, target, upstream, **options)
@@ -98,8 +98,8 @@ def expect(logits: Tensor, target: Tensor, upstream: dict[str, Tensor] | None = 
 @pytest.mark.parametrize(
     ("weighted", "smoothing", "reduction"), covering((False, True), (0.0, 0.3), ("mean", "sum", "none"))
 )
-def test_pytorch(reduction: str, smoothing: float, weighted: bool) -> None:
-    """Bugs E1, E6, E7: loss and gradient of F.cross_entropy in float64, with ignored tokens and a random upstream."""
+def test_equals_pytorch(reduction: str, smoothing: float, weighted: bool) -> None:
+    """Loss and gradient equal F.cross_entropy in float64, with ignored tokens and a random upstream gradient."""
     logits, target = problem(13, 203, torch.float32)
     assert (target == -100).any()
     weight = torch.rand(203) if weighted else None
@@ -116,7 +116,7 @@ def test_pytorch(reduction: str, smoothing: float, weighted: bool) -> None:
 @pytest.mark.parametrize("function", ["mean", "sum", "none"])
 @pytest.mark.parametrize("all_ignored", ["zero", "nan"])
 def test_no_token_has_a_target(function: Any, all_ignored: Any) -> None:
-    """Bug E6: 0 with zero gradients, or what PyTorch gives; also of no tokens at all."""
+    """The result is 0 with zero gradients, or PyTorch's; also without any tokens."""
     for rows in (5, 0):
         logits = torch.randn(rows, 40, requires_grad=True)
         target = torch.full((rows,), -100)
@@ -134,7 +134,7 @@ def test_no_token_has_a_target(function: Any, all_ignored: Any) -> None:
 
 
 def test_weights_of_zero() -> None:
-    """A mean over weights that add up to nothing is like one over no tokens."""
+    """A mean over weights that sum to zero equals a mean over no tokens."""
     logits, target = problem(4, 40, torch.float32, ignored=0)
     weight = torch.zeros(40)
     got = run(logits, target, {"loss": torch.ones(())}, class_weight=weight)
@@ -150,7 +150,7 @@ SIZES = [(1, 1), (3, 2), (5, 7), (4, 64), (3, 65), (2, 1000), (3, 2047), (2, 204
 
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
 def test_sizes(rows: int, cols: int) -> None:
-    """One tile, many, none; rows that begin at every place modulo 16 bytes."""
+    """Rows of one tile, many or none, beginning at every address modulo 16 bytes."""
     expect(*problem(rows, cols), **EVERYTHING, reduction="none")
     expect(*problem(rows, cols))
 
@@ -181,7 +181,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str) -> None:
-    """Each by itself, where rows have a body of tiles and a rest."""
+    """Each option alone, for rows with a body of tiles and a rest."""
     expect(*problem(6, 3000), **OPTIONS[name])
 
 
@@ -203,22 +203,22 @@ SLOWLY_CONFIGURED = [
     ("target", "cols"),
     [*CONFIGURED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY_CONFIGURED)],
 )
-def test_configuration_of(target: str, cols: int) -> None:
-    """Bugs A2, F15: the tiles of GPUs, and gradients of rows cut into spans."""
+def test_configuration_of_gpu(target: str, cols: int) -> None:
+    """The tiles of GPUs, and gradients of rows split into spans, match the truth."""
     with choosing_for(target):
         expect(*problem(3, cols), **EVERYTHING, reduction="none")
 
 
-def test_spans_change_no_bit() -> None:
-    """One row is shared by many programs of a GPU, thousands of rows are not."""
+def test_splitting_rows_into_spans_changes_no_bit() -> None:
+    """A GPU splits a single row over many programs, but not thousands of rows."""
     logits, target = problem(2, 50001)
-    many = logits[:1].expand(3000, -1)
+    repeated = logits[:1].expand(3000, -1)
     with choosing_for("sm_90"):
-        one = run(logits, target, {"loss": torch.ones(2)}, reduction="none")["dlogits"]
-        all_of_them = run(many, target[:1].expand(3000), {"loss": torch.ones(3000)}, reduction="none")[
+        split = run(logits, target, {"loss": torch.ones(2)}, reduction="none")["dlogits"]
+        unsplit = run(repeated, target[:1].expand(3000), {"loss": torch.ones(3000)}, reduction="none")[
             "dlogits"
         ]
-    assert torch.equal(one[0], all_of_them[-1])
+    assert torch.equal(split[0], unsplit[-1])
 
 
 # ---- values -------------------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def test_spans_change_no_bit() -> None:
 
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradient_of_a_sure_target(p: float, dtype: torch.dtype) -> None:
-    """Bugs F2, D3, K9: p - 1 is formed in fp32 and rounded once, also in place."""
+def test_gradient_of_a_confident_target(p: float, dtype: torch.dtype) -> None:
+    """p - 1 is computed in fp32 and rounded once, also in place."""
     cols = 2100
     logits = torch.zeros(2, cols)
     logits[:, 77] = torch.tensor(p / (1 - p) * (cols - 1)).log()
@@ -248,7 +248,7 @@ def test_gradient_of_a_sure_target(p: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shift", [1e4, -1e4, -104.0, -3e38])
 def test_a_common_offset_changes_nothing(shift: float) -> None:
-    """Bug F1: fp32 logits that are multiples of 1/64 can be moved without rounding."""
+    """fp32 logits that are multiples of 1/64 can be shifted without rounding."""
     logits, target = problem(5, 2500, torch.float32)
     logits = (logits * 64).round() / 64
     options: dict[str, Any] = {"label_smoothing": 0.1, "return_entropy": True, "reduction": "none"}
@@ -264,7 +264,7 @@ def test_a_common_offset_changes_nothing(shift: float) -> None:
 
 
 def test_a_wide_spread_with_smoothing() -> None:
-    """Bug F7: a logit 120 and more below the largest has a finite share of the loss."""
+    """A logit 120 or more below the largest has a finite share of the loss."""
     logits, target = problem(4, 600, torch.float32)
     logits[:, ::2] -= 120.0
     logits[1] *= 30
@@ -275,19 +275,19 @@ def test_a_wide_spread_with_smoothing() -> None:
     "options", [{}, {"label_smoothing": 0.1}, EVERYTHING], ids=["plain", "smoothed", "all"]
 )
 def test_padding_of_minus_infinity(options: dict[str, Any]) -> None:
-    """A vocabulary padded with it has the losses and gradients of the vocabulary, and gradients of 0."""
+    """Padding a vocabulary with minus infinity changes no loss or gradient, and the padding's gradient is 0."""
     real, pad = 2085, 27
     logits, target = problem(6, real, torch.float32)
     padded = F.pad(logits, (0, pad), value=-torch.inf)
-    scattered = torch.cat([padded[:, -pad:], logits], 1)  # they come first
+    scattered = torch.cat([padded[:, -pad:], logits], 1)  # padding comes first
     options = {**options, "reduction": "none"}
     wanted = run(logits, target, **options)
     first = torch.where(target == -100, target, target + pad)
-    for x, y, kept in ((padded, target, slice(0, real)), (scattered, first, slice(pad, None))):
+    for x, y, columns in ((padded, target, slice(0, real)), (scattered, first, slice(pad, None))):
         got = run(x, y, **options)
         gradient = got.pop("dlogits")
-        torch.testing.assert_close(gradient[:, kept], wanted["dlogits"], rtol=1e-5, atol=1e-6)
-        gradient[:, kept] = 0
+        torch.testing.assert_close(gradient[:, columns], wanted["dlogits"], rtol=1e-5, atol=1e-6)
+        gradient[:, columns] = 0
         assert not gradient.count_nonzero()
         for name, value in got.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-6)
@@ -295,7 +295,7 @@ def test_padding_of_minus_infinity(options: dict[str, Any]) -> None:
 
 
 def test_tiles_of_minus_infinity() -> None:
-    """Whole tiles of it, at the beginning, in the middle and at the end; and a target among them."""
+    """Whole tiles of minus infinity at the beginning, middle and end of a row, and a target inside one."""
     logits, target = problem(4, 8000, torch.float32, ignored=0)
     logits[0, :3000] = logits[1, 2000:5000] = logits[2, 4000:] = -torch.inf
     target = torch.tensor([5000, 100, 17, 50])
@@ -308,7 +308,7 @@ def test_tiles_of_minus_infinity() -> None:
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
 @pytest.mark.parametrize("col", [3, 2000, 2499])
 def test_a_special_value_stays_in_its_row(special: float, col: int) -> None:
-    """And makes all of its results NaN: no maximum swallows it."""
+    """A special value makes all results of its row NaN: no maximum swallows it."""
     logits, target = problem(4, 2500, ignored=0)
     options: dict[str, Any] = {"reduction": "none", "return_lse": True, "return_entropy": True}
     wanted = run(logits, target, **options)
@@ -321,7 +321,7 @@ def test_a_special_value_stays_in_its_row(special: float, col: int) -> None:
 
 
 def test_properties() -> None:
-    """Bug F12: 0 <= entropy <= log V, log-probabilities are not above 0, gradients of a row add up to 0."""
+    """0 <= entropy <= log V, log-probabilities do not exceed 0, and the gradients of a row sum to 0."""
     logits, target = problem(40, 300, torch.float32, ignored=0)
     logits[0] = 0.0
     logits[1, 5] = 1e4
@@ -340,7 +340,7 @@ def test_properties() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_tokens_are_not_read(reduction: Any) -> None:
-    """Bugs B5, C8, K4: whatever their logits are, results and gradients are 0, and written."""
+    """Results and gradients of ignored tokens are written as 0, even if their logits are NaN."""
     logits, target = problem(7, 3001)
     ignored = target == -100
     assert 0 < ignored.sum() < 7
@@ -357,8 +357,8 @@ def test_ignored_tokens_are_not_read(reduction: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 2500, 2507, -(2**31), 2**31 - 1, 2**32 + 3, -(2**40)])
 def test_a_target_outside_of_the_vocabulary(wrong: int) -> None:
-    """Bug B5: as on a GPU, NaN for the token, zero for its gradient, nothing for the others; nothing outside is
-    read."""
+    """The token's results are NaN and its gradient is zero, as on a GPU; other tokens are unaffected, and nothing
+    outside is read."""
     logits, target = problem(4, 2500, ignored=3)
     options: dict[str, Any] = {"reduction": "none", "class_weight": torch.rand(2500), **EVERYTHING}
     wanted = run(logits, target, **options)
@@ -383,8 +383,8 @@ def test_dtype_of_targets() -> None:
     assert_same(run(logits, target.int(), **ALL), run(logits, target, **ALL), "int32")
 
 
-def test_accuracy_among_equals() -> None:
-    """The lowest column of the largest is the one that is chosen."""
+def test_accuracy_among_equal_logits() -> None:
+    """Among equal largest logits, the lowest column is the prediction."""
     logits = torch.zeros(4, 2500, dtype=torch.bfloat16)
     logits[:, [30, 2040, 2400]] = 3.0
     target = torch.tensor([30, 2040, 2400, 5])
@@ -405,9 +405,9 @@ def test_accuracy_among_equals() -> None:
 
 
 def assert_alike(got: dict[str, Tensor], wanted: dict[str, Tensor], logits: Tensor, what: str) -> None:
-    """Bit for bit where rows begin at the same places modulo 16 bytes: those decide the order of adding up."""
-    places = lambda x: (x.storage_offset() + torch.arange(x[..., 0].numel()) * x.stride(-2)) % 8  # noqa: E731
-    if logits.dim() == 2 and torch.equal(places(logits), places(logits.contiguous().clone())):
+    """Check equality: of bits if rows begin at equal addresses modulo 16 bytes, which decide the order of sums."""
+    offsets = lambda x: (x.storage_offset() + torch.arange(x[..., 0].numel()) * x.stride(-2)) % 8  # noqa: E731
+    if logits.dim() == 2 and torch.equal(offsets(logits), offsets(logits.contiguous().clone())):
         assert_same(got, wanted, what)
     for name, value in got.items():
         step = (
@@ -418,7 +418,7 @@ def assert_alike(got: dict[str, Tensor], wanted: dict[str, Tensor], logits: Tens
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layout_of_logits(layout: Callable[[Tensor], Tensor]) -> None:
-    """Bugs E3, E4: any strides give the bits of contiguous logits; so do those of targets and weights."""
+    """Any strides of logits, targets and weights give the bits of contiguous ones."""
     for shape in ((5, 1003), (3, 2, 72)):
         logits, target = problem(shape[0] * shape[-2] if len(shape) > 2 else shape[0], shape[-1])
         logits, target = logits.view(shape), target.view(shape[:-1])
@@ -435,7 +435,7 @@ def test_layout_of_logits(layout: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("cols", [1000, 1003])
 def test_shifted_tokens(cols: int) -> None:
-    """All tokens but the last of each sequence: rows at two strides, without a copy of the logits."""
+    """Dropping the last token of each sequence leaves rows at two strides; the logits are not copied."""
     logits, target = problem(12, cols)
     logits = logits.view(3, 4, cols)[:, :-1]
     target = target.view(3, 4)[:, 1:]
@@ -448,13 +448,13 @@ def test_shifted_tokens(cols: int) -> None:
     with triton_loom.count() as counted:
         weft.cross_entropy(logits, target)
     read = counted.launches[0].arguments["logits_ptr"].loads
-    given = (target != -100).sum() * cols * 2
-    assert given <= read.requested <= given + 100, "only rows with a target are read, where they lie"
+    expected = (target != -100).sum() * cols * 2
+    assert expected <= read.requested <= expected + 100, "only rows with a target are read, in place"
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, torch.zeros_like], ids=lambda f: f.__name__)
 def test_layout_of_gradients(layout: Callable[[Tensor], Tensor]) -> None:
-    """Bugs E1, E2: each token has its own gradient, also if all are one number in memory."""
+    """Each token has its own upstream gradient, even if all are one element in memory."""
     logits, target = problem(6, 210)
     logits, target = logits.view(3, 2, 210), target.view(3, 2)
     upstream = {name: torch.randn(3, 2) for name in ("loss", "lse", "entropy")}
@@ -475,7 +475,7 @@ def test_infinite_upstream_gradient_stays_in_its_row() -> None:
 
 
 def test_offsets_have_64_bits() -> None:
-    """Bugs A1 to A5."""
+    """Row offsets beyond 2^31 elements do not overflow."""
     logits = far_apart(4, 96)
     target = torch.tensor([3, 95, -100, 0])
     near_by = run(logits.contiguous(), target, **EVERYTHING)
@@ -486,15 +486,15 @@ def test_offsets_have_64_bits() -> None:
 
 
 def test_more_rows_than_a_grid_axis() -> None:
-    """Bug A8."""
+    """70,001 rows exceed the 65,535 programs of a secondary grid axis."""
     logits, target = problem(70_001, 3)
     got = run(logits, target, {"loss": torch.randn(70_001)}, reduction="none")
     last = run(logits[-5:], target[-5:], {"loss": torch.randn(70_001)[-5:]}, reduction="none")
     assert torch.equal(got["loss"][-5:], last["loss"])
 
 
-def test_a_token_depends_on_nothing_but_itself() -> None:
-    """Of a vocabulary in multiples of 8; of others also on where its row begins modulo 16 bytes."""
+def test_a_token_depends_only_on_itself() -> None:
+    """This holds for vocabularies in multiples of 8; otherwise the row's address modulo 16 bytes also matters."""
     logits, target = problem(9, 3064)
     upstream = {"loss": torch.randn(9), "entropy": torch.randn(9)}
     options: dict[str, Any] = {"reduction": "none", "return_entropy": True}
@@ -515,8 +515,8 @@ def test_gradients_of_some_outputs(used: tuple[str, ...]) -> None:
     expect(logits, target, upstream, reduction="none", label_smoothing=0.1, **ALL)
 
 
-def test_z_loss_is_autograds_business() -> None:
-    """The option, and the same from lse."""
+def test_z_loss_equals_the_term_computed_from_lse() -> None:
+    """The option equals the same term computed from lse."""
     logits, target = problem(6, 700, torch.float32)
     leaf = logits.requires_grad_()
     option = weft.cross_entropy(leaf, target, z_loss=0.3)
@@ -529,19 +529,19 @@ def test_z_loss_is_autograds_business() -> None:
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
-    """Bug D14."""
+    """Gradients of micro-batches, each divided by the tokens of the batch, equal those of the batch."""
     logits, target = problem(12, 500, torch.float32)
-    whole = run(logits, target, {"loss": torch.ones(())})["dlogits"]
+    batch = run(logits, target, {"loss": torch.ones(())})["dlogits"]
     count = (target != -100).sum()
     parts = [
         run(x, y, {"loss": 1.0 / count}, reduction="sum")["dlogits"]
         for x, y in zip(logits.split(5), target.split(5), strict=True)
     ]
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(torch.cat(parts), batch, rtol=1e-6, atol=1e-9)
 
 
-def test_two_losses_on_one_logits() -> None:
-    """Bug D1: nothing is overwritten unless it is asked for."""
+def test_two_losses_of_the_same_logits() -> None:
+    """Logits are not overwritten without `inplace`."""
     logits, target = problem(4, 200, torch.float32)
     leaf = logits.requires_grad_()
     before = leaf.detach().clone()
@@ -549,8 +549,10 @@ def test_two_losses_on_one_logits() -> None:
     (gradient,) = torch.autograd.grad(both, leaf, retain_graph=True)
     assert torch.equal(leaf.detach(), before)
     assert torch.equal(torch.autograd.grad(both, leaf)[0], gradient)
-    apart = [run(logits, target, {"loss": torch.ones(())}, label_smoothing=a)["dlogits"] for a in (0.0, 0.2)]
-    torch.testing.assert_close(gradient, apart[0] + apart[1])
+    separate = [
+        run(logits, target, {"loss": torch.ones(())}, label_smoothing=a)["dlogits"] for a in (0.0, 0.2)
+    ]
+    torch.testing.assert_close(gradient, separate[0] + separate[1])
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
@@ -566,7 +568,7 @@ def test_gradcheck_of_the_reference(options: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(f, (logits,))
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_raise() -> None:
     logits = torch.randn(4, 7, requires_grad=True)
     loss = weft.cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
     (first,) = torch.autograd.grad(loss, logits, create_graph=True)
@@ -574,7 +576,7 @@ def test_second_derivatives_are_refused() -> None:
         first.square().sum().backward()
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_only_necessary_kernels_are_launched() -> None:
     logits, target = problem(3, 64)
     with recording("sm_90") as seen:
         weft.cross_entropy(logits.requires_grad_(), target, return_accuracy=True).accuracy + 1
@@ -588,27 +590,27 @@ def test_nothing_is_launched_for_nothing() -> None:
 
 
 def computed(logits: Tensor) -> Tensor:
-    """The same memory as the result of an operation: a leaf is not overwritten."""
+    """Return the same memory as the result of an operation, since a leaf must not be overwritten."""
     return logits.detach().add_(torch.zeros((), requires_grad=True))
 
 
 @pytest.mark.parametrize("cols", [64, 1003, 3000])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_in_place_is_the_same_in_the_logits_memory(cols: int, backend: Any) -> None:
+def test_in_place_gradient_has_the_same_bits(cols: int, backend: Any) -> None:
     logits, target = problem(5, cols)
     with weft.backend(backend):
         wanted = run(logits, target, {"loss": torch.ones(5)}, **EVERYTHING, reduction="none")["dlogits"]
-        given = logits.clone().requires_grad_().clone()
-        loss = weft.cross_entropy(given, target, **EVERYTHING, reduction="none", inplace=True).loss
-        assert torch.equal(given.detach(), logits), "forward changes nothing"
-        (gradient,) = torch.autograd.grad(loss, given, torch.ones(5))
+        inplace_logits = logits.clone().requires_grad_().clone()
+        loss = weft.cross_entropy(inplace_logits, target, **EVERYTHING, reduction="none", inplace=True).loss
+        assert torch.equal(inplace_logits.detach(), logits), "forward changes nothing"
+        (gradient,) = torch.autograd.grad(loss, inplace_logits, torch.ones(5))
     assert torch.equal(gradient, wanted)
-    assert torch.equal(given.detach(), wanted)
-    assert gradient.data_ptr() == given.data_ptr()
+    assert torch.equal(inplace_logits.detach(), wanted)
+    assert gradient.data_ptr() == inplace_logits.data_ptr()
 
 
 def test_in_place_of_strided_rows() -> None:
-    """What lies between the rows stays."""
+    """Memory between the rows is unchanged."""
     memory = torch.randn(3, 5, 1040).bfloat16()
     before = memory.clone()
     logits = memory[:, :-1, :1003]
@@ -620,8 +622,8 @@ def test_in_place_of_strided_rows() -> None:
     assert torch.equal(memory, before)
 
 
-def test_autograd_notices_what_was_overwritten() -> None:
-    """Bugs D1, D7."""
+def test_autograd_detects_overwritten_logits() -> None:
+    """A second use of overwritten logits raises autograd's error."""
     hidden, weight = torch.randn(4, 16, requires_grad=True), torch.randn(200, 16)
     target = torch.tensor([1, 2, -100, 199])
 
@@ -640,7 +642,7 @@ def test_autograd_notices_what_was_overwritten() -> None:
         (other + loss).backward()
 
 
-def test_in_place_needs_a_place() -> None:
+def test_in_place_needs_disjoint_contiguous_rows() -> None:
     target = torch.zeros(4, dtype=torch.int64)
     for logits in (
         torch.randn(1, 30).expand(4, 30),
@@ -651,17 +653,17 @@ def test_in_place_needs_a_place() -> None:
             weft.cross_entropy(logits, target, inplace=True)
 
 
-def test_in_place_refuses_a_leaf() -> None:
-    """As PyTorch refuses to change one: backward would leave the gradient in the place of the user's numbers."""
+def test_in_place_rejects_a_leaf() -> None:
+    """Backward would replace the user's values by the gradient; PyTorch also refuses in-place changes of a leaf."""
     logits, target = problem(4, 30)
     leaf, wide = logits.clone().requires_grad_(), logits.view(2, 2, 30).clone().requires_grad_()
-    for given, what in (
+    for tensor, kind in (
         (leaf, "a leaf"),
         (wide.view(4, 30), "a view of a leaf"),
         (wide[1], "a view of a leaf"),
     ):
-        with pytest.raises(RuntimeError, match=f"inplace=True would overwrite {what} that requires grad"):
-            weft.cross_entropy(given, target[: len(given)], inplace=True)
+        with pytest.raises(RuntimeError, match=f"inplace=True would overwrite {kind} that requires grad"):
+            weft.cross_entropy(tensor, target[: len(tensor)], inplace=True)
     # Without a backward nothing is overwritten.
     wanted = weft.cross_entropy(logits, target)
     with torch.no_grad():
@@ -671,7 +673,7 @@ def test_in_place_refuses_a_leaf() -> None:
 
 
 def test_in_place_reads_and_writes_once() -> None:
-    """Counted, with the launches of an H100."""
+    """Bytes are counted with the launches of an H100."""
     logits, target = problem(20, 20000, ignored=0)
     loss = weft.cross_entropy(computed(logits), target, inplace=True)
     with choosing_for("sm_90"), triton_loom.count() as counted:
@@ -706,13 +708,13 @@ def head_in_place(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     ],
     ids=["dynamic", "dynamic in place", "inductor", "inductor in place"],
 )
-def test_compiled_is_eager(function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Bugs C8, F16, J1, J3."""
+def test_compiled_equals_eager(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Dynamic shapes compile without a graph break and give the bits of eager mode."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, **options)
     for rows in (5, 9) if options else (5,):
         _, target = problem(rows, 203)
-        found = []
+        results = []
         for f in (function, compiled):
             leaves = [
                 torch.randn(n, 24, generator=torch.Generator().manual_seed(n)).requires_grad_()
@@ -720,8 +722,8 @@ def test_compiled_is_eager(function: Callable[..., Any], options: dict[str, Any]
             ]
             outputs = f(*leaves, target)
             gradients = torch.autograd.grad(outputs, leaves, [torch.ones(()) for _ in outputs])
-            found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
-        assert_same(found[1], found[0], f"compiled with {rows} rows")
+            results.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+        assert_same(results[1], results[0], f"compiled with {rows} rows")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -783,7 +785,7 @@ def test_checkpoint_autocast_and_no_grad() -> None:
     [
         ({"logits": torch.randn(4, 0)}, "at least one column"),
         ({"logits": torch.ones(4, 9, dtype=torch.int64)}, "bfloat16, float16"),
-        ({"target": torch.zeros(5, dtype=torch.int64)}, "one class to each row"),
+        ({"target": torch.zeros(5, dtype=torch.int64)}, "one class per row"),
         ({"target": torch.zeros(4)}, "int32 or int64"),
         ({"class_weight": torch.ones(8)}, "class_weight must"),
         ({"reduction": "max"}, "reduction must be"),
@@ -794,7 +796,7 @@ def test_checkpoint_autocast_and_no_grad() -> None:
         ({"ignore_index": 2**31}, "32 bits"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(changed: dict[str, Any], message: str) -> None:
     call = {"logits": torch.randn(4, 9), "target": torch.zeros(4, dtype=torch.int64), **changed}
     with pytest.raises(ValueError, match=message):
         weft.cross_entropy(**call)

@@ -1,4 +1,4 @@
-"""Labels that are no classes: an IndexError on the CPU, whatever way the op is called, as in PyTorch."""
+"""Labels that are no classes raise an IndexError on the CPU, as in PyTorch, however the op is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 50
 
 
 def operands(dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[Tensor, ...]]:
-    """What the three losses take before the target."""
+    """Return the arguments of the three losses that precede the target."""
     hidden, weight = torch.randn(4, 16, dtype=dtype), torch.randn(CLASSES, 16, dtype=dtype)
     return {
         "cross_entropy": (torch.randn(4, CLASSES, dtype=dtype),),
@@ -39,13 +39,13 @@ def called(name: str, target: Tensor, dtype: torch.dtype = torch.bfloat16, **opt
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("wrong", [-1, CLASSES, CLASSES + 7, 2**31 - 1, 2**40, -(2**40)])
 @pytest.mark.parametrize("how", ["kernels", "reference", "float64"])
-def test_a_label_that_is_no_class_is_an_error_on_the_cpu(name: str, wrong: int, how: str) -> None:
-    """The loss was NaN and its gradients finite, so that a mistake in the data trained on."""
+def test_invalid_labels_raise_on_the_cpu(name: str, wrong: int, how: str) -> None:
+    """A NaN loss with finite gradients would let training continue on faulty data."""
     target = torch.tensor([3, 0, wrong, CLASSES - 1])
-    said = rf"target\[2\] is {wrong}; there are {CLASSES} classes, 0 to {CLASSES - 1}\. .* ignore_index, which is -100"
+    error = rf"target\[2\] is {wrong}; there are {CLASSES} classes, 0 to {CLASSES - 1}\. .* ignore_index, which is -100"
     with (
         weft.backend("reference") if how == "reference" else nullcontext(),
-        pytest.raises(IndexError, match=said),
+        pytest.raises(IndexError, match=error),
     ):
         called(name, target, torch.float64 if how == "float64" else torch.bfloat16)
     with pytest.raises(IndexError):  # as here
@@ -54,7 +54,7 @@ def test_a_label_that_is_no_class_is_an_error_on_the_cpu(name: str, wrong: int, 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ignore_index_is_no_mistake(name: str, dtype: torch.dtype) -> None:
+def test_ignore_index_is_a_valid_label(name: str, dtype: torch.dtype) -> None:
     for ignored in (-100, -1, CLASSES + 3):
         target = torch.tensor([3, ignored, 0, ignored], dtype=dtype)
         assert called(name, target, ignore_index=ignored).isfinite().all()
@@ -64,50 +64,52 @@ def test_ignore_index_is_no_mistake(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_wrong_label_of_several_dimensions_is_found(name: str) -> None:
+def test_error_gives_the_index_of_the_label(name: str) -> None:
     tensors = [t.view(2, 2, -1) if len(t) == 4 else t for t in operands()[name]]
     with pytest.raises(IndexError, match=r"target\[1, 0\] is 99"):
         getattr(weft, name)(*tensors, torch.tensor([[0, 1], [99, -100]]))
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_compiled_graph_checks_labels_too(name: str) -> None:
+def test_compiled_graphs_check_labels(name: str) -> None:
     function: Callable[..., Tensor] = getattr(weft, name)
-    compiled = torch.compile(lambda *given: function(*given), fullgraph=True, backend="aot_eager")
-    given = operands()[name]
-    assert compiled(*given, torch.tensor([0, 1, -100, 3])).isfinite().all()
+    compiled = torch.compile(lambda *tensors: function(*tensors), fullgraph=True, backend="aot_eager")
+    tensors = operands()[name]
+    assert compiled(*tensors, torch.tensor([0, 1, -100, 3])).isfinite().all()
     with pytest.raises(IndexError, match=r"target\[0\] is 50"):
-        compiled(*given, torch.tensor([CLASSES, 1, -100, 3]))
+        compiled(*tensors, torch.tensor([CLASSES, 1, -100, 3]))
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_cannot_be_read_is_not_read(name: str) -> None:
-    """Fake and meta tensors, transforms, and a capture, which could not replay it."""
-    given, target = operands()[name], torch.tensor([0, 1, -100, CLASSES])
+def test_unreadable_labels_are_not_read(name: str) -> None:
+    """Fake and meta tensors, transforms, and captures, which could not replay the check, do not read labels."""
+    tensors, target = operands()[name], torch.tensor([0, 1, -100, CLASSES])
     function = getattr(weft, name)
-    meta = [t.to("meta") for t in (*given, target)]
+    meta = [t.to("meta") for t in (*tensors, target)]
     with recording("sm_90"):
         function(*meta)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        function(*(fake.from_tensor(t) for t in (*given, target)))
-    first, *rest = (t.float() for t in given)
+        function(*(fake.from_tensor(t) for t in (*tensors, target)))
+    first, *rest = (t.float() for t in tensors)
     torch.func.grad(lambda x: function(x, *rest, torch.tensor([0, 1, -100, 3])).sum())(first)
-    captured = weft.capture(lambda x, y: function(x, *given[1:], y), given[0], torch.tensor([0, 1, -100, 3]))
-    assert captured(given[0], torch.tensor([0, 1, -100, 3])).isfinite().all()
-    assert captured(given[0], target).isnan().any()
+    captured = weft.capture(
+        lambda x, y: function(x, *tensors[1:], y), tensors[0], torch.tensor([0, 1, -100, 3])
+    )
+    assert captured(tensors[0], torch.tensor([0, 1, -100, 3])).isfinite().all()
+    assert captured(tensors[0], target).isnan().any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_emulated_gpu_does_as_a_gpu_does(name: str) -> None:
+def test_emulated_gpus_do_not_check_labels(name: str) -> None:
     with choosing_for("sm_90"):
         assert called(name, torch.tensor([0, 1, -100, CLASSES])).isnan().any()
 
 
-def test_nothing_waits_for_another_device() -> None:
-    """A label on a device that is not the CPU is never asked for."""
+def test_labels_on_other_devices_are_not_read() -> None:
+    """Labels on a device other than the CPU are never read."""
 
     class Elsewhere:
-        """What a CUDA tensor is to the check: anything else that is asked of it is an error."""
+        """Stand-in for a CUDA tensor, whose every other attribute is an error."""
 
         device = torch.device("cuda", 0)
 

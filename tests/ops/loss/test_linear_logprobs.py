@@ -1,4 +1,4 @@
-"""The loss head where workloads do not go: values, layouts, sizes, PyTorch's machinery, and what composes on it."""
+"""The loss head beyond the workloads: values, layouts, sizes, PyTorch integration, and compositions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(
     seed: int = 0,
     sure: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Hidden states, a head and targets. With `sure`, the targets' logits are about so much above the others."""
+    """Return hidden states, a head and targets, whose logits exceed the others by about `sure`."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, cols, generator=generator)
     weight = torch.randn(vocab, cols, generator=generator) / cols**0.5
@@ -48,7 +48,7 @@ def outputs_of(call: Call) -> dict[str, Tensor]:
 
 
 def run(call: Call, seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(results and gradients, the upstream gradients), each of its own random number."""
+    """Return (results and gradients, upstream gradients); every upstream element is drawn independently."""
     call = call.requiring_grad()
     got = outputs_of(call)
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def run(call: Call, seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def check(call: Call) -> dict[str, Tensor]:
-    """Results and gradients beside float64."""
+    """Check results and gradients against float64."""
     got, upstream = run(call)
     expected = head_truth(arguments(call), upstream)
     for name, value in got.items():
@@ -73,18 +73,18 @@ def check(call: Call) -> dict[str, Tensor]:
     return got
 
 
-# ---- right ---------------------------------------------------------------------------------------------
+# ---- truth ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logprobs_entropy_and_lse(dtype: torch.dtype) -> None:
-    """More tokens and columns than a tile has, and parts of tiles."""
-    given = problem(150, 72, 333, dtype)
+    """Tokens and columns fill several tiles and part of another."""
+    tensors = problem(150, 72, 333, dtype)
     bias = torch.randn(333).to(dtype)
     got = check(
         Call(
             weft.linear_logprobs,
-            given | {"bias": bias, "return_entropy": True, "return_lse": True, "temperature": 0.7},
+            tensors | {"bias": bias, "return_entropy": True, "return_lse": True, "temperature": 0.7},
         )
     )
     assert (got["logprobs"] <= 0).all(), "a probability above 1"
@@ -96,14 +96,14 @@ ALL = {f"return_{name}": True for name in ("lse", "entropy", "accuracy", "mean_l
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_all_results_of_scaled_logits(softcap: float | None) -> None:
-    """A scale before the softcap and one after it, columns that pad the vocabulary, tokens without a target."""
-    given = problem(150, 72, 333, sure=6.0)
-    given["target"] %= 300
-    given["target"][::7] = -100
+    """Scales before and after the softcap, padding columns, and tokens without a target."""
+    tensors = problem(150, 72, 333, sure=6.0)
+    tensors["target"] %= 300
+    tensors["target"][::7] = -100
     bias = torch.randn(333)
     bias[300:] = -torch.inf
     options = {"logit_scale": 1.75, "softcap": softcap, "temperature": 0.7}
-    got = check(Call(weft.linear_logprobs, given | {"bias": bias} | options | ALL))
+    got = check(Call(weft.linear_logprobs, tensors | {"bias": bias} | options | ALL))
     assert 0 < got["accuracy"].sum() < 150
     assert not got["log_sum_squares"].requires_grad
     assert (got["log_sum_squares"] >= -got["entropy"] - 1e-4).all(), "Jensen's inequality"
@@ -111,48 +111,50 @@ def test_all_results_of_scaled_logits(softcap: float | None) -> None:
         assert not got[name][::7].count_nonzero()
 
 
-def test_squares_of_tiny_and_sure_probabilities() -> None:
-    """From one column that has it all to all columns alike."""
+def test_squares_of_tiny_and_large_probabilities() -> None:
+    """Distributions range from a single column to a uniform one."""
     weight = torch.eye(300, 64)
     hidden = torch.zeros(3, 64)
     hidden[0, 5], hidden[1, 5] = 200.0, 30.0
     target = torch.tensor([5, 6, 7])
-    found = weft.linear_logprobs(hidden, weight, target, return_log_sum_squares=True, return_mean_logits=True)
+    result = weft.linear_logprobs(
+        hidden, weight, target, return_log_sum_squares=True, return_mean_logits=True
+    )
     wanted = torch.log_softmax(hidden.double() @ weight.double().T, 1)
     torch.testing.assert_close(
-        found.log_sum_squares, torch.logsumexp(2 * wanted, 1).float(), rtol=1e-6, atol=1e-6
+        result.log_sum_squares, torch.logsumexp(2 * wanted, 1).float(), rtol=1e-6, atol=1e-6
     )
-    torch.testing.assert_close(found.mean_logits, (hidden @ weight.T).mean(1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(result.mean_logits, (hidden @ weight.T).mean(1), rtol=1e-5, atol=1e-4)
 
 
-def test_a_logit_scale_is_a_scaled_head() -> None:
-    """By a power of two, so that the bits are the same; `cross_entropy` takes it as well."""
-    given = problem(20, 24, 140, torch.float32)
-    scaled = given | {"weight": given["weight"] * 0.25}
+def test_logit_scale_equals_a_scaled_head() -> None:
+    """The scale is a power of two, so bits are equal; `cross_entropy` accepts it too."""
+    tensors = problem(20, 24, 140, torch.float32)
+    scaled = tensors | {"weight": tensors["weight"] * 0.25}
     for softcap in (None, 3.0):
         options: dict[str, Any] = {"softcap": softcap, "temperature": 0.5}
-        got, _ = run(Call(weft.linear_cross_entropy, given | options | {"logit_scale": 0.25}))
+        got, _ = run(Call(weft.linear_cross_entropy, tensors | options | {"logit_scale": 0.25}))
         wanted, _ = run(Call(weft.linear_cross_entropy, scaled | options))
         assert_same({"y": got["y"]}, {"y": wanted["y"]}, "the loss")
         torch.testing.assert_close(got["dhidden"], wanted["dhidden"], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(got["dweight"], wanted["dweight"] * 0.25, rtol=1e-5, atol=1e-7)
-        logits = given["hidden"] @ given["weight"].T
-        plain = weft.cross_entropy(logits, given["target"], logit_scale=0.25, **options)
+        logits = tensors["hidden"] @ tensors["weight"].T
+        plain = weft.cross_entropy(logits, tensors["target"], logit_scale=0.25, **options)
         torch.testing.assert_close(plain, got["y"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
 def test_operands_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    given = problem()
-    hidden, weight = given["hidden"].to(dtypes[0]), given["weight"].to(dtypes[1])
-    check(Call(weft.linear_logprobs, given | {"hidden": hidden, "weight": weight, "return_lse": True}))
+    tensors = problem()
+    hidden, weight = tensors["hidden"].to(dtypes[0]), tensors["weight"].to(dtypes[1])
+    check(Call(weft.linear_logprobs, tensors | {"hidden": hidden, "weight": weight, "return_lse": True}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_confident_targets(dtype: torch.dtype) -> None:
-    """At p = 0.999 a gradient of p - 1 that is formed from a rounded p would be 0 (bugs D3, K9)."""
-    given = problem(sure=16.0, dtype=dtype)
-    got = check(Call(weft.linear_logprobs, given))
+    """At p = 0.999, a gradient p - 1 computed from a rounded p would be 0."""
+    tensors = problem(sure=16.0, dtype=dtype)
+    got = check(Call(weft.linear_logprobs, tensors))
     p = got["y"].exp()
     assert ((p > 0.998) & (p < 0.99999)).float().mean() > 0.5
     assert (got["dhidden"].abs().amax(1) > 0).all()
@@ -160,23 +162,23 @@ def test_confident_targets(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_smoothing_with_ignored_tokens(reduction: str) -> None:
-    """Bugs B5, C8, E6, E7: what is ignored may be NaN, and is not divided by."""
-    given = problem()
-    given["target"][::3] = -100
-    given["hidden"][::3] = torch.nan
+    """Ignored tokens may be NaN, and a mean does not count them."""
+    tensors = problem()
+    tensors["target"][::3] = -100
+    tensors["hidden"][::3] = torch.nan
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
-    got = check(Call(weft.linear_cross_entropy, given | options))
+    got = check(Call(weft.linear_cross_entropy, tensors | options))
     assert not got["dhidden"][::3].count_nonzero()
     assert got["dhidden"][1].count_nonzero()
 
 
 def test_class_weights_accuracy_and_everything() -> None:
-    given = problem(90, 64, 260, sure=4.0)
-    given["target"][5] = -100
+    tensors = problem(90, 64, 260, sure=4.0)
+    tensors["target"][5] = -100
     check(
         Call(
             weft.linear_cross_entropy,
-            given
+            tensors
             | {
                 "bias": torch.randn(260).bfloat16(), "class_weight": torch.rand(260), "label_smoothing": 0.2,
                 "z_loss": 1e-2, "softcap": 8.0, "temperature": 0.75, "return_lse": True, "return_entropy": True,
@@ -186,37 +188,37 @@ def test_class_weights_accuracy_and_everything() -> None:
     )  # fmt: skip
 
 
-def test_equals_cross_entropy_of_pytorch() -> None:
-    given = problem(dtype=torch.float32)
-    given["target"][3] = -100
+def test_equals_pytorch() -> None:
+    tensors = problem(dtype=torch.float32)
+    tensors["target"][3] = -100
     for options in ({}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}):
-        got = weft.linear_cross_entropy(**given, **options)
-        logits = given["hidden"] @ given["weight"].t()
+        got = weft.linear_cross_entropy(**tensors, **options)
+        logits = tensors["hidden"] @ tensors["weight"].t()
         torch.testing.assert_close(
-            got, F.cross_entropy(logits, given["target"], **options), rtol=1e-5, atol=1e-6
+            got, F.cross_entropy(logits, tensors["target"], **options), rtol=1e-5, atol=1e-6
         )
 
 
-def test_accuracy_takes_the_first_of_equals() -> None:
-    given = problem(4, 16, 140)
-    given["weight"][:] = given["weight"][0]
-    given["target"][:] = torch.tensor([0, 1, 130, -100])
-    _, _, _, hit = weft.linear_cross_entropy(**given, reduction="none", return_accuracy=True)
+def test_accuracy_takes_the_first_of_equal_logits() -> None:
+    tensors = problem(4, 16, 140)
+    tensors["weight"][:] = tensors["weight"][0]
+    tensors["target"][:] = torch.tensor([0, 1, 130, -100])
+    _, _, _, hit = weft.linear_cross_entropy(**tensors, reduction="none", return_accuracy=True)
     assert hit.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_targets_that_are_no_columns() -> None:
-    """Bug B5: as on a GPU, NaN results, zero gradients, and nothing else is touched."""
-    given = problem(6)
-    given["target"][:4] = torch.tensor([-1, 300, 307, 2**40])
-    call = Call(weft.linear_logprobs, given | {"return_lse": True}).requiring_grad()
+def test_invalid_targets() -> None:
+    """Such tokens have NaN results and zero gradients, as on a GPU, and the others are unaffected."""
+    tensors = problem(6)
+    tensors["target"][:4] = torch.tensor([-1, 300, 307, 2**40])
+    call = Call(weft.linear_logprobs, tensors | {"return_lse": True}).requiring_grad()
     with unread_labels():
         got = call()
     assert got.logprobs[:4].isnan().all()
     assert got.lse[:4].isnan().all()
     dhidden, dweight = torch.autograd.grad(got.logprobs[4:].sum(), (call["hidden"], call["weight"]))
     assert not dhidden[:4].count_nonzero()
-    few = {"hidden": given["hidden"][4:], "weight": given["weight"], "target": given["target"][4:]}
+    few = {"hidden": tensors["hidden"][4:], "weight": tensors["weight"], "target": tensors["target"][4:]}
     alone = Call(weft.linear_logprobs, few).requiring_grad()
     wanted = torch.autograd.grad(alone().sum(), (alone["hidden"], alone["weight"]))
     assert_same({"h": dhidden[4:], "w": dweight}, {"h": wanted[0], "w": wanted[1]}, "without the others")
@@ -224,44 +226,44 @@ def test_targets_that_are_no_columns() -> None:
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_a_common_offset_changes_nothing(shift: float) -> None:
-    """Bug F1: by a bias, exactly representable beside the logits."""
-    given = problem(20, 32, 200, torch.float32)
-    given["hidden"], given["weight"] = given["hidden"].round(), (given["weight"] * 8).round() / 8
-    plain = weft.linear_logprobs(**given, return_entropy=True)
-    moved = weft.linear_logprobs(**given, bias=torch.full((200,), shift), return_entropy=True)
+    """The offset is a bias that is exactly representable with the logits."""
+    tensors = problem(20, 32, 200, torch.float32)
+    tensors["hidden"], tensors["weight"] = tensors["hidden"].round(), (tensors["weight"] * 8).round() / 8
+    plain = weft.linear_logprobs(**tensors, return_entropy=True)
+    moved = weft.linear_logprobs(**tensors, bias=torch.full((200,), shift), return_entropy=True)
     torch.testing.assert_close(moved.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_columns() -> None:
-    """A bias of minus infinity takes a column out, of the smoothing too."""
-    given = problem(20, 32, 200, torch.float32)
-    given["target"] %= 150
+    """A bias of minus infinity removes a column, from the smoothing too."""
+    tensors = problem(20, 32, 200, torch.float32)
+    tensors["target"] %= 150
     bias = torch.zeros(200)
     bias[150:] = -torch.inf
-    short = given | {"weight": given["weight"][:150].contiguous()}
+    short = tensors | {"weight": tensors["weight"][:150].contiguous()}
     options: dict[str, Any] = {"label_smoothing": 0.1, "return_entropy": True}
-    check(Call(weft.linear_cross_entropy, given | {"bias": bias} | options))
+    check(Call(weft.linear_cross_entropy, tensors | {"bias": bias} | options))
     for a, b in zip(
-        weft.linear_cross_entropy(**given, bias=bias, **options)[:3:2],
+        weft.linear_cross_entropy(**tensors, bias=bias, **options)[:3:2],
         weft.linear_cross_entropy(**short, **options)[:3:2],
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    weight = given["weight"].requires_grad_()
-    weft.linear_cross_entropy(**given, bias=bias, **options).loss.backward()
+    weight = tensors["weight"].requires_grad_()
+    weft.linear_cross_entropy(**tensors, bias=bias, **options).loss.backward()
     assert weight.grad is not None
     assert not weight.grad[150:].count_nonzero()
     assert weight.grad.isfinite().all()
 
 
 def test_everything_ignored() -> None:
-    """Bug E6."""
-    given = problem(9)
-    given["target"][:] = -100
-    given["hidden"][:] = torch.nan
+    """The loss is 0 or NaN as requested, and all gradients are 0."""
+    tensors = problem(9)
+    tensors["target"][:] = -100
+    tensors["hidden"][:] = torch.nan
     for options, wanted in (({}, 0.0), ({"all_ignored": "nan"}, torch.nan), ({"reduction": "sum"}, 0.0)):
-        call = Call(weft.linear_cross_entropy, given | options).requiring_grad()
+        call = Call(weft.linear_cross_entropy, tensors | options).requiring_grad()
         loss = call()
         torch.testing.assert_close(loss.detach(), torch.tensor(wanted), equal_nan=True)
         for gradient in torch.autograd.grad(loss, (call["hidden"], call["weight"])):
@@ -269,13 +271,13 @@ def test_everything_ignored() -> None:
 
 
 def test_small_gradients_in_fp16() -> None:
-    """A mean over many tokens leaves gradients that fp16 can't hold as such."""
-    given = problem(64, 48, 200, torch.float16)
-    call = Call(weft.linear_cross_entropy, given | {"reduction": "sum"}).requiring_grad()
+    """A mean over many tokens has gradients that underflow in fp16 unless scaled."""
+    tensors = problem(64, 48, 200, torch.float16)
+    call = Call(weft.linear_cross_entropy, tensors | {"reduction": "sum"}).requiring_grad()
     leaves = (call["hidden"], call["weight"])
-    whole = torch.autograd.grad(call(), leaves)
+    full = torch.autograd.grad(call(), leaves)
     tiny = torch.autograd.grad(call() * 2.0**-14, leaves)
-    for a, b in zip(whole, tiny, strict=True):
+    for a, b in zip(full, tiny, strict=True):
         error = (a.double() * 2.0**-14 - b.double()).abs().amax()
         assert error <= 2.0**-24, "more than a rounding to fp16's smallest step"
 
@@ -284,28 +286,31 @@ def test_small_gradients_in_fp16() -> None:
 
 
 def test_strides() -> None:
-    given = problem(24, 40, 130)
-    wanted, _ = run(Call(weft.linear_logprobs, given | {"return_entropy": True}))
-    spaced = torch.full((24, 56), torch.nan).bfloat16()
-    spaced[:, :40] = given["hidden"]
+    tensors = problem(24, 40, 130)
+    wanted, _ = run(Call(weft.linear_logprobs, tensors | {"return_entropy": True}))
+    padded = torch.full((24, 56), torch.nan).bfloat16()
+    padded[:, :40] = tensors["hidden"]
     forms = {
-        "rows with gaps": {"hidden": spaced[:, :40]},
-        "turned hidden": {"hidden": given["hidden"].t().contiguous().t()},
-        "turned weight": {"weight": given["weight"].t().contiguous().t()},
-        "targets with gaps": {"target": torch.stack([given["target"]] * 2, 1)[:, 0]},
-        "int32": {"target": given["target"].int()},
+        "padded rows": {"hidden": padded[:, :40]},
+        "transposed hidden": {"hidden": tensors["hidden"].t().contiguous().t()},
+        "transposed weight": {"weight": tensors["weight"].t().contiguous().t()},
+        "strided targets": {"target": torch.stack([tensors["target"]] * 2, 1)[:, 0]},
+        "int32": {"target": tensors["target"].int()},
     }
     for name, form in forms.items():
-        got, _ = run(Call(weft.linear_logprobs, given | form | {"return_entropy": True}))
+        got, _ = run(Call(weft.linear_logprobs, tensors | form | {"return_entropy": True}))
         assert_same(got, wanted, name)
 
 
 def test_more_dimensions_and_constant_gradients() -> None:
-    """Bug E2: sum().backward() sends one number for all."""
-    given = problem(24, 40, 130)
-    call = Call(weft.linear_logprobs, given).requiring_grad()
+    """sum().backward() sends an expanded upstream gradient, one element for all tokens."""
+    tensors = problem(24, 40, 130)
+    call = Call(weft.linear_logprobs, tensors).requiring_grad()
     wanted = torch.autograd.grad(call(), (call["hidden"], call["weight"]), torch.ones(24))
-    shaped = given | {"hidden": given["hidden"].view(2, 3, 4, 40), "target": given["target"].view(2, 3, 4)}
+    shaped = tensors | {
+        "hidden": tensors["hidden"].view(2, 3, 4, 40),
+        "target": tensors["target"].view(2, 3, 4),
+    }
     call = Call(weft.linear_logprobs, shaped).requiring_grad()
     got = call()
     assert got.shape == (2, 3, 4)
@@ -316,12 +321,12 @@ def test_more_dimensions_and_constant_gradients() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 129])
-def test_numbers_of_tokens(rows: int) -> None:
-    given = problem(rows, 24, 50)
+def test_token_counts(rows: int) -> None:
+    tensors = problem(rows, 24, 50)
     if rows:
-        check(Call(weft.linear_logprobs, given | {"return_entropy": True, "return_lse": True}))
+        check(Call(weft.linear_logprobs, tensors | {"return_entropy": True, "return_lse": True}))
         return
-    got, _ = run(Call(weft.linear_logprobs, given))
+    got, _ = run(Call(weft.linear_logprobs, tensors))
     assert got["y"].shape == (0,)
     assert got["dhidden"].shape == (0, 24)
     assert not got["dweight"].count_nonzero()
@@ -329,56 +334,56 @@ def test_numbers_of_tokens(rows: int) -> None:
 
 @pytest.mark.parametrize(("cols", "vocab"), [(1, 1), (7, 129), (65, 1), (16, 128)])
 def test_odd_sizes(cols: int, vocab: int) -> None:
-    given = problem(5, cols, vocab)
-    check(Call(weft.linear_logprobs, given | {"bias": torch.randn(vocab).bfloat16(), "return_lse": True}))
+    tensors = problem(5, cols, vocab)
+    check(Call(weft.linear_logprobs, tensors | {"bias": torch.randn(vocab).bfloat16(), "return_lse": True}))
 
 
 def test_many_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the workspace is, dweight and dbias have the same bits, and dhidden the same error."""
-    given = problem(40, 48, 700) | {"bias": torch.randn(700).bfloat16()}
-    wanted, _ = run(Call(weft.linear_logprobs, given))
+    """dweight and dbias have the same bits for any workspace size, and dhidden the same error bound."""
+    tensors = problem(40, 48, 700) | {"bias": torch.randn(700).bfloat16()}
+    wanted, _ = run(Call(weft.linear_logprobs, tensors))
     monkeypatch.setattr(launch, "CPU_BUDGET", 1)
-    got = check(Call(weft.linear_logprobs, given))
+    got = check(Call(weft.linear_logprobs, tensors))
     for name in ("y", "dweight", "dbias"):
         assert_same({name: got[name]}, {name: wanted[name]}, name)
 
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
-    """What is allocated besides results: as much for four times the vocabulary."""
-    taken = []
+    """Allocations besides results stay the same for a vocabulary four times as large."""
+    peaks = []
     for vocab in (4096, 16384):
-        given = problem(16, 16, vocab)
+        tensors = problem(16, 16, vocab)
         sizes: list[int] = []
         empty = torch.empty
 
         def counted(*args: Any, sizes: list[int] = sizes, empty: Any = empty, **kwargs: Any) -> Tensor:
-            made: Tensor = empty(*args, **kwargs)
-            sizes.append(made.numel() * made.element_size())
-            return made
+            tensor: Tensor = empty(*args, **kwargs)
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "CPU_BUDGET", 1 << 20)
             patch.setattr(torch, "empty", counted)
-            run(Call(weft.linear_logprobs, given))
-        sizes.remove(given["weight"].numel() * 2)  # dweight
-        taken.append(max(sizes))
-    assert taken[0] == taken[1]
+            run(Call(weft.linear_logprobs, tensors))
+        sizes.remove(tensors["weight"].numel() * 2)  # dweight
+        peaks.append(max(sizes))
+    assert peaks[0] == peaks[1]
 
 
-def test_forward_moves_nothing_the_size_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, with the launches of an H100: operands, and some numbers of each token. Bytes are linear in the tokens
-    and in the vocabulary: no term has their product."""
+def test_forward_traffic_excludes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes counted with the launches of an H100 are operands and a few elements per token. They are linear in the
+    tokens and in the vocabulary: no term has their product."""
     monkeypatch.setattr(
         launch, "_span", lambda vocab, tiles, tile, target: (2, -(-vocab // tile // 2) * tile)
     )
 
     def moved(rows: int, vocab: int) -> int:
-        given = problem(rows, 64, vocab)
+        tensors = problem(rows, 64, vocab)
         with choosing_for("sm_90"), triton_loom.count() as counted:
-            weft.linear_logprobs(**given)
+            weft.linear_logprobs(**tensors)
         bytes_ = sum(launch.loads.distinct + launch.stores.distinct for launch in counted.launches)
         operands = 2 * 64 * (rows + vocab)
-        # targets and numbers, read by three kernels; statistics of two splits, written and read; results
+        # targets and positions, read by three kernels; statistics of two splits, written and read; results
         of_tokens = rows * (3 * 8 + 4 * 3 + 2 * 2 * 3 * 4 + 4 * 4) + 64
         assert operands <= bytes_ <= operands + of_tokens
         return bytes_
@@ -389,51 +394,53 @@ def test_forward_moves_nothing_the_size_of_logits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_skipped_tiles() -> None:
-    """With a threshold above everything only tiles with a target are kept; with one below everything, all are."""
-    given = problem(200, 32, 1024, sure=14.0)
-    given["target"] = given["target"] % 128  # the first tile of columns
-    given["hidden"] = problem(200, 32, 1024, sure=14.0)["hidden"]
-    wanted, _ = run(Call(weft.linear_logprobs, given))
-    same, _ = run(Call(weft.linear_logprobs, given | {"skip_below": 0.0}))
+    """A threshold above all probabilities keeps only tiles with a target; one below all keeps every tile."""
+    tensors = problem(200, 32, 1024, sure=14.0)
+    tensors["target"] = tensors["target"] % 128  # the first tile of columns
+    tensors["hidden"] = problem(200, 32, 1024, sure=14.0)["hidden"]
+    wanted, _ = run(Call(weft.linear_logprobs, tensors))
+    same, _ = run(Call(weft.linear_logprobs, tensors | {"skip_below": 0.0}))
     assert_same(same, wanted, "a threshold of 0")
-    got, _ = run(Call(weft.linear_logprobs, given | {"skip_below": 0.999999}))
+    got, _ = run(Call(weft.linear_logprobs, tensors | {"skip_below": 0.999999}))
     assert_same({"y": got["y"]}, {"y": wanted["y"]}, "forward")
     assert not got["dweight"][128:].count_nonzero()
     assert_same({"w": got["dweight"][:128]}, {"w": wanted["dweight"][:128]}, "tiles with targets")
-    near_all, _ = run(Call(weft.linear_logprobs, given | {"skip_below": 1e-6}))
+    near_all, _ = run(Call(weft.linear_logprobs, tensors | {"skip_below": 1e-6}))
     torch.testing.assert_close(near_all["dhidden"], wanted["dhidden"], rtol=2e-2, atol=2e-3)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------
 
 
-def test_same_bits_every_run_and_for_any_number_of_threads() -> None:
-    given = problem(150, 40, 300)
-    wanted, _ = run(Call(weft.linear_logprobs, given | {"return_entropy": True}))
+def test_same_bits_in_every_run_for_any_number_of_threads() -> None:
+    tensors = problem(150, 40, 300)
+    wanted, _ = run(Call(weft.linear_logprobs, tensors | {"return_entropy": True}))
     for threads in (1, 2):
         torch.set_num_threads(threads)
         assert_same(
-            run(Call(weft.linear_logprobs, given | {"return_entropy": True}))[0], wanted, f"{threads} threads"
+            run(Call(weft.linear_logprobs, tensors | {"return_entropy": True}))[0],
+            wanted,
+            f"{threads} threads",
         )
 
 
-def test_many_tokens_are_added_up_in_fp32() -> None:
-    """Bug F3: a weight's gradient of thousands of tokens is rounded once."""
-    given = problem(5000, 16, 40)
-    given["hidden"] = given["hidden"].abs()  # sums that grow
-    check(Call(weft.linear_logprobs, given))
+def test_many_tokens_are_summed_in_fp32() -> None:
+    """The gradient of the weight over thousands of tokens is rounded once."""
+    tensors = problem(5000, 16, 40)
+    tensors["hidden"] = tensors["hidden"].abs()  # growing sums
+    check(Call(weft.linear_logprobs, tensors))
 
 
-def test_gradient_accumulation_is_the_big_batch() -> None:
-    """Bug D14: sums of parts, divided by the tokens of all."""
-    given = problem(96, 40, 200, torch.float32)
-    given["target"][::5] = -100
-    count = (given["target"] != -100).sum()
-    whole = Call(weft.linear_cross_entropy, given).requiring_grad()
-    wanted = torch.autograd.grad(whole(), whole["weight"])[0]
-    weight = given["weight"].clone().requires_grad_()
+def test_gradient_accumulation_equals_the_full_batch() -> None:
+    """Sums over micro-batches, divided by the tokens of the batch, have its gradient."""
+    tensors = problem(96, 40, 200, torch.float32)
+    tensors["target"][::5] = -100
+    count = (tensors["target"] != -100).sum()
+    batch = Call(weft.linear_cross_entropy, tensors).requiring_grad()
+    wanted = torch.autograd.grad(batch(), batch["weight"])[0]
+    weight = tensors["weight"].clone().requires_grad_()
     for i in range(0, 96, 32):
-        part = {"hidden": given["hidden"][i : i + 32], "target": given["target"][i : i + 32]}
+        part = {"hidden": tensors["hidden"][i : i + 32], "target": tensors["target"][i : i + 32]}
         (weft.linear_cross_entropy(weight=weight, **part, reduction="sum") / count).backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, wanted, rtol=1e-5, atol=1e-7)
@@ -441,11 +448,11 @@ def test_gradient_accumulation_is_the_big_batch() -> None:
 
 @pytest.mark.parametrize("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()])
 def test_gradients_of_a_subset(wanted: tuple[str, ...]) -> None:
-    """Bug D9: frozen weights, frozen everything."""
-    given = problem(20, 24, 140) | {"bias": torch.randn(140).bfloat16()}
-    full, upstream = run(Call(weft.linear_logprobs, given))
-    leaves = {name: given[name].clone().requires_grad_() for name in wanted}
-    got = weft.linear_logprobs(**(given | leaves))
+    """Any operands may be frozen, even all of them."""
+    tensors = problem(20, 24, 140) | {"bias": torch.randn(140).bfloat16()}
+    full, upstream = run(Call(weft.linear_logprobs, tensors))
+    leaves = {name: tensors[name].clone().requires_grad_() for name in wanted}
+    got = weft.linear_logprobs(**(tensors | leaves))
     assert got.requires_grad == bool(wanted)
     if wanted:
         gradients = torch.autograd.grad(got, [*leaves.values()], upstream["y"])
@@ -453,9 +460,9 @@ def test_gradients_of_a_subset(wanted: tuple[str, ...]) -> None:
             assert_same({name: gradient}, {name: full[f"d{name}"]}, f"only {wanted}")
 
 
-def test_compiled_is_eager() -> None:
-    given = problem(20, 24, 140)
-    given["target"][3] = -100
+def test_compiled_equals_eager() -> None:
+    tensors = problem(20, 24, 140)
+    tensors["target"][3] = -100
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         out = weft.linear_cross_entropy(
@@ -464,19 +471,19 @@ def test_compiled_is_eager() -> None:
         return out.loss + 0.1 * out.entropy.sum()
 
     torch._dynamo.reset()
-    found = []
+    results = []
     for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)):
-        leaves = [given[n].clone().requires_grad_() for n in ("hidden", "weight")]
-        value = f(*leaves, given["target"])
-        found.append({str(i): t for i, t in enumerate((value, *torch.autograd.grad(value, leaves)))})
-    assert_same(found[1], found[0], "compiled")
+        leaves = [tensors[n].clone().requires_grad_() for n in ("hidden", "weight")]
+        value = f(*leaves, tensors["target"])
+        results.append({str(i): t for i, t in enumerate((value, *torch.autograd.grad(value, leaves)))})
+    assert_same(results[1], results[0], "compiled")
 
 
 def test_opcheck() -> None:
-    given = problem(6, 16, 40)
-    leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
+    tensors = problem(6, 16, 40)
+    leaves = [tensors[n].requires_grad_() for n in ("hidden", "weight")]
     softmax, wanted = Softmax(0, 40, -100, None, 1.0), Wanted(True, False, False)
-    args = LinearLogprobsArgs(*leaves, None, given["target"], None, None, softmax, wanted, None)
+    args = LinearLogprobsArgs(*leaves, None, tensors["target"], None, None, softmax, wanted, None)
     op = weft.catalogue["linear_logprobs"]
     torch.library.opcheck(
         op.overload, op.arguments.flatten(args), test_utils=("test_schema", "test_faketensor")
@@ -484,36 +491,36 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
-def test_the_launches_of_a_gpu(target: str) -> None:
-    """Its tiles, its descriptors, under the sanitizer, beside float64."""
-    given = problem(130, 64, 520)
-    given["target"][::4] = -100
+def test_launches_of_a_gpu(target: str) -> None:
+    """A GPU's tiles and descriptors pass the sanitizer and match float64."""
+    tensors = problem(130, 64, 520)
+    tensors["target"][::4] = -100
     with choosing_for(target), triton_loom.sanitize():
-        check(Call(weft.linear_logprobs, given | {"return_entropy": True, "return_lse": True}))
+        check(Call(weft.linear_logprobs, tensors | {"return_entropy": True, "return_lse": True}))
 
 
 def test_gradcheck_of_the_reference() -> None:
-    given = problem(5, 6, 9, torch.float64)
-    given["target"][2] = -100
+    tensors = problem(5, 6, 9, torch.float64)
+    tensors["target"][2] = -100
     bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
 
     def f(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
         out = weft.linear_cross_entropy(
-            hidden, weight, given["target"], bias=bias, label_smoothing=0.2, softcap=3.0, temperature=1.4, z_loss=0.1,
+            hidden, weight, tensors["target"], bias=bias, label_smoothing=0.2, softcap=3.0, temperature=1.4, z_loss=0.1,
             class_weight=torch.linspace(0.5, 1.5, 9).double(), return_entropy=True, return_lse=True,
         )  # fmt: skip
         return out.loss, out.lse, out.entropy
 
-    leaves = (given["hidden"].requires_grad_(), given["weight"].requires_grad_(), bias)
+    leaves = (tensors["hidden"].requires_grad_(), tensors["weight"].requires_grad_(), bias)
     assert torch.autograd.gradcheck(f, leaves)
 
 
-def test_refusals() -> None:
-    given = problem(4, 8, 10)
+def test_invalid_arguments_raise() -> None:
+    tensors = problem(4, 8, 10)
     for wrong, message in (
-        ({"hidden": given["hidden"][:, :7]}, "with one H"),
-        ({"target": given["target"][:3]}, "one class to each row"),
-        ({"target": given["target"].float()}, "int32 or int64"),
+        ({"hidden": tensors["hidden"][:, :7]}, "with one H"),
+        ({"target": tensors["target"][:3]}, "one class per row"),
+        ({"target": tensors["target"].float()}, "int32 or int64"),
         ({"bias": torch.zeros(9)}, "bias must have the shape"),
         ({"softcap": 0.0}, "above 0"),
         ({"temperature": 0.0}, "above 0"),
@@ -524,7 +531,7 @@ def test_refusals() -> None:
         ({"ignore_index": 2**31}, "32 bits"),
     ):
         with pytest.raises(ValueError, match=message):
-            weft.linear_logprobs(**(given | wrong))
+            weft.linear_logprobs(**(tensors | wrong))
     for wrong, message in (
         ({"reduction": "avg"}, "reduction"),
         ({"all_ignored": "one"}, "all_ignored"),
@@ -533,82 +540,82 @@ def test_refusals() -> None:
         ({"class_weight": torch.zeros(9)}, "class_weight"),
     ):
         with pytest.raises(ValueError, match=message):
-            weft.linear_cross_entropy(**(given | wrong))
+            weft.linear_cross_entropy(**(tensors | wrong))
 
 
-# ---- what single launches can't show -------------------------------------------------------------------
+# ---- more than one launch or tile ----------------------------------------------------------------------
 
 
-def test_more_tokens_than_are_numbered_at_a_time() -> None:
+def test_more_tokens_than_one_tile_of_the_order() -> None:
     at_a_time = scan_config("order", Capabilities.of("cpu")).tile
-    given = problem(at_a_time + 300, 16, 40)
-    given["target"][::3] = -100
-    given["hidden"][::3] = torch.nan
-    check(Call(weft.linear_logprobs, given))
+    tensors = problem(at_a_time + 300, 16, 40)
+    tensors["target"][::3] = -100
+    tensors["hidden"][::3] = torch.nan
+    check(Call(weft.linear_logprobs, tensors))
 
 
 def test_an_ignored_column() -> None:
-    """Any number may stand for no target, that of a column too."""
-    given = problem(30, 16, 40) | {"ignore_index": 7}
-    given["target"][::2] = 7
-    got = check(Call(weft.linear_logprobs, given))
+    """Any value may be ignore_index, even a column's."""
+    tensors = problem(30, 16, 40) | {"ignore_index": 7}
+    tensors["target"][::2] = 7
+    got = check(Call(weft.linear_logprobs, tensors))
     assert not got["y"][::2].count_nonzero()
 
 
 def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split, of many tiles of the vocabulary."""
+    """A single split has many tiles of the vocabulary."""
     monkeypatch.setattr(launch, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
-    given = problem(10, 24, 600)
-    check(Call(weft.linear_logprobs, given))
-    check(Call(weft.linear_logprobs, given | ALL))
+    tensors = problem(10, 24, 600)
+    check(Call(weft.linear_logprobs, tensors))
+    check(Call(weft.linear_logprobs, tensors | ALL))
     options: dict[str, Any] = {
         "label_smoothing": 0.3,
         "class_weight": torch.rand(600),
         "return_accuracy": True,
     }
-    check(Call(weft.linear_cross_entropy, given | options))
-    given["weight"][:] = given["weight"][0]
-    given["target"][:] = torch.arange(10) * 60
-    _, _, _, hit = weft.linear_cross_entropy(**given, reduction="none", return_accuracy=True)
+    check(Call(weft.linear_cross_entropy, tensors | options))
+    tensors["weight"][:] = tensors["weight"][0]
+    tensors["target"][:] = torch.arange(10) * 60
+    _, _, _, hit = weft.linear_cross_entropy(**tensors, reduction="none", return_accuracy=True)
     assert hit.tolist() == [1.0] + [0.0] * 9
 
 
 def test_one_live_token() -> None:
-    """The hidden states of all others are NaN."""
-    given = problem(40, 16, 60)
-    given["target"][:] = -100
-    given["target"][17] = 5
-    given["hidden"][:17] = given["hidden"][18:] = torch.nan
-    check(Call(weft.linear_logprobs, given))
+    """The hidden states of all other tokens are NaN."""
+    tensors = problem(40, 16, 60)
+    tensors["target"][:] = -100
+    tensors["target"][17] = 5
+    tensors["hidden"][:17] = tensors["hidden"][18:] = torch.nan
+    check(Call(weft.linear_logprobs, tensors))
 
 
 def test_wide_hidden_states() -> None:
     check(Call(weft.linear_logprobs, problem(9, 300, 140)))
 
 
-def test_a_weight_with_gaps() -> None:
-    given = problem(9, 24, 140)
-    wanted, _ = run(Call(weft.linear_logprobs, given))
-    spaced = torch.full((140, 40), torch.nan).bfloat16()
-    spaced[:, :24] = given["weight"]
-    got, _ = run(Call(weft.linear_logprobs, given | {"weight": spaced[:, :24]}))
-    assert_same(got, wanted, "a weight with gaps")
+def test_a_weight_with_padded_rows() -> None:
+    tensors = problem(9, 24, 140)
+    wanted, _ = run(Call(weft.linear_logprobs, tensors))
+    padded = torch.full((140, 40), torch.nan).bfloat16()
+    padded[:, :24] = tensors["weight"]
+    got, _ = run(Call(weft.linear_logprobs, tensors | {"weight": padded[:, :24]}))
+    assert_same(got, wanted, "a weight with padded rows")
 
 
 def test_a_quantized_weight() -> None:
-    """Dequantised first; the gradient is that of the weight it was made of."""
-    given = problem(6, 256, 300)
-    weight = given["weight"].clone().requires_grad_()
-    got = weft.linear_logprobs(given["hidden"], weft.quantize(weight, "128x128"), given["target"])
+    """The weight is dequantized first, and its gradient goes to the tensor it was quantized from."""
+    tensors = problem(6, 256, 300)
+    weight = tensors["weight"].clone().requires_grad_()
+    got = weft.linear_logprobs(tensors["hidden"], weft.quantize(weight, "128x128"), tensors["target"])
     (dweight,) = torch.autograd.grad(got.sum(), weight)
-    plain = weft.quantize(given["weight"], "128x128").dequantize().requires_grad_()
-    wanted = weft.linear_logprobs(given["hidden"], plain, given["target"])
+    plain = weft.quantize(tensors["weight"], "128x128").dequantize().requires_grad_()
+    wanted = weft.linear_logprobs(tensors["hidden"], plain, tensors["target"])
     (right,) = torch.autograd.grad(wanted.sum(), plain)
-    assert_same({"y": got, "w": dweight}, {"y": wanted, "w": right}, "quantised")
+    assert_same({"y": got, "w": dweight}, {"y": wanted, "w": right}, "quantized")
 
 
-def test_scratch_memory_is_there_for_the_launch_alone() -> None:
-    """What kernels with descriptors need; whoever set an allocator keeps it."""
+def test_scratch_allocator_is_restored_after_a_launch() -> None:
+    """Launches of kernels with descriptors set an allocator, and restore the previous one."""
     from triton.runtime._allocation import _allocator
 
     from weft.runtime import launch

@@ -1,5 +1,5 @@
-"""A mixture of experts in the numbers of `fp8_block`, written down in float64: every rounding of the recipe, no other
-one. e4m3 is rounded by arithmetic here, without Weft's quantizers."""
+"""A mixture of experts with the roundings of `fp8_block` and no others, in float64 arithmetic. Rounding to e4m3 is
+computed here, without Weft's quantizers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Relative error of normal numbers that are rounded to e4m3 in blocks of 128: three bits after the first one.
+# Relative error of normally distributed elements rounded to e4m3 (three mantissa bits) in blocks of 128.
 E4M3 = 0.0265
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """Round to the nearest number of e4m3fn, ties to even; beyond the largest one, to that."""
+    """Round to the nearest e4m3fn value, ties to even; saturate beyond the largest one."""
     size = x.abs()
     exponent = torch.floor(torch.log2(size.clamp(min=2.0**-30))).clamp(min=-6)
     unit = torch.exp2(exponent - 3)
@@ -20,7 +20,7 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Round a matrix to e4m3 in blocks, each with the largest power of two as a scale that keeps it within 448."""
+    """Round a matrix to e4m3 in blocks, each scaled by the largest power of two that keeps it within 448."""
     height, width = x.shape
     padded = F.pad(x, (0, -width % cols, 0, -height % rows))
     cut = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
@@ -43,8 +43,8 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def results(inputs: list[Tensor], upstream: Tensor, top_k: int) -> list[Tensor]:
-    """y and the gradients of x, router, up and down, with x and upstream in bf16. No expert has more than 128 rows, so
-    that its rows are one block."""
+    """Return y and the gradients of x, router, up and down, with x and upstream in bf16. Each expert has at most 128
+    rows, so they are one block."""
     x, router, up, down = (tensor.double() for tensor in inputs)
     dy = bf16(upstream.double())
     logits = x @ router.t()
@@ -63,13 +63,13 @@ def results(inputs: list[Tensor], upstream: Tensor, top_k: int) -> list[Tensor]:
         y.index_add_(0, token, bf16(along_rows(h) @ down_codes.t()))
         ddown[expert] = along_columns(drows).t() @ along_columns(h)
         dh = bf16(along_rows(drows) @ down_codes)
-        gate, value = bf16(along_rows(z)).chunk(2, -1)  # backward keeps z in FP8
+        gate, value = bf16(along_rows(z)).chunk(2, -1)  # z is saved for backward in FP8
         sigmoid = torch.sigmoid(gate)
         dweights[token, slot] = (dh * gate * sigmoid * value).sum(-1)
         dgate = dh * share * value * sigmoid * (1 + gate * (1 - sigmoid))
         dz = bf16(torch.cat([dgate, dh * share * gate * sigmoid], -1))
         dup[expert] = along_columns(dz).t() @ along_columns(rows)
         dx.index_add_(0, token, bf16(along_rows(dz) @ up_codes))
-    of_chosen = weights * (dweights - (dweights * weights).sum(-1, keepdim=True))
-    dlogits = torch.zeros_like(logits).scatter(1, chosen, of_chosen)
+    dchosen = weights * (dweights - (dweights * weights).sum(-1, keepdim=True))
+    dlogits = torch.zeros_like(logits).scatter(1, chosen, dchosen)
     return [bf16(y), bf16(bf16(dx) + bf16(dlogits @ router)), dlogits.t() @ x, dup, ddown]

@@ -1,4 +1,4 @@
-"""The ways in which the kernels of the router's projection are broken; the lines are those of `mutants`."""
+"""Mutants of the kernels of the router's projection, in the format of `tests.ops.norm.mutants`."""
 
 # ruff: noqa: E501
 
@@ -21,42 +21,42 @@ CUT = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)" 
 
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "router_linear_kernel": [
-        ("no bias", "router_linear_kernel", "total += tl.load(bias_ptr", "total += 0.0 * tl.load(bias_ptr", (SMALL,)),
+        ("bias omitted", "router_linear_kernel", "total += tl.load(bias_ptr", "total += 0.0 * tl.load(bias_ptr", (SMALL,)),
         ("bias in every split", "router_linear_kernel", "(expert < experts) & (split == 0)", "expert < experts", (SHARED,)),
-        ("a bias of 1 in the other splits", "router_linear_kernel", "mask=there, other=0.0", "mask=there, other=1.0", (SHARED,)),
-        ("partial sums in one place", "router_linear_kernel", "(split.to(tl.int64) * rows + row)", "(split.to(tl.int64) * 0 + row)", (SHARED,)),
-        ("the last tile left out", "router_linear_kernel", "range(first, last, TILE)", "range(first, last - TILE, TILE)", (SMALL,)),
-        ("the last tile alone", "router_linear_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (LONG,)),
-        ("experts of the first program alone", "router_linear_kernel", "tl.program_id(1) * EXPERTS", "tl.program_id(1) * 0", (MANY,)),
-        ("into the next row", "router_linear_kernel", "if COLS_MASKED:", "if not COLS_MASKED:", (SMALL,)),
+        ("a bias of 1 in the other splits", "router_linear_kernel", "mask=bias_mask, other=0.0", "mask=bias_mask, other=1.0", (SHARED,)),
+        ("partial sums of all splits overlap", "router_linear_kernel", "(split.to(tl.int64) * rows + row)", "(split.to(tl.int64) * 0 + row)", (SHARED,)),
+        ("last tile skipped", "router_linear_kernel", "range(first, last, TILE)", "range(first, last - TILE, TILE)", (SMALL,)),
+        ("only the last tile", "router_linear_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (LONG,)),
+        ("only the first program's experts", "router_linear_kernel", "tl.program_id(1) * EXPERTS", "tl.program_id(1) * 0", (MANY,)),
+        ("columns of the next row read", "router_linear_kernel", "if COLS_MASKED:", "if not COLS_MASKED:", (SMALL,)),
         ("weight at x's stride", "router_linear_kernel", "expert.to(tl.int64) * cols", "expert.to(tl.int64) * x_stride", (PADDED,)),
         ("32-bit offsets", "router_linear_kernel", "tl.multiple_of(row * x_stride, ALIGN)", "tl.multiple_of((row * x_stride).to(tl.int32), ALIGN)", (FAR,)),
-        ("two parts of a weight", f"{SPLIT}:dot_fp32", "tl.dot(a, b2, tl.dot(a, b_rest.to(tl.bfloat16)))", "tl.dot(a, b2)", (ERROR,)),
+        ("third part of the weight omitted", f"{SPLIT}:dot_fp32", "tl.dot(a, b2, tl.dot(a, b_rest.to(tl.bfloat16)))", "tl.dot(a, b2)", (ERROR,)),
     ],
     "router_linear_dx_kernel": [
-        ("rows of the first program alone", "router_linear_dx_kernel", "(tl.program_id(0) // tiles).to(tl.int64) * ROWS", "(tl.program_id(0) // tiles).to(tl.int64) * 0", (MANY,)),
-        ("the first columns alone", "router_linear_dx_kernel", "(tl.program_id(0) % tiles) * COLS, COLS)", "(tl.program_id(0) % tiles) * 0, COLS)", (SHARED,)),
+        ("only the first program's rows", "router_linear_dx_kernel", "(tl.program_id(0) // tiles).to(tl.int64) * ROWS", "(tl.program_id(0) // tiles).to(tl.int64) * 0", (MANY,)),
+        ("only the first columns", "router_linear_dx_kernel", "(tl.program_id(0) % tiles) * COLS, COLS)", "(tl.program_id(0) % tiles) * 0, COLS)", (SHARED,)),
         ("tiles of rows for tiles of columns", "router_linear_dx_kernel", "tiles = tl.cdiv(cols, COLS)", "tiles = tl.cdiv(rows, ROWS)", (SHARED,)),
-        ("the last experts alone", "router_linear_dx_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
-        ("without the last expert", "router_linear_dx_kernel", "(row < rows)[:, None] & (expert < experts)", "(row < rows)[:, None] & (expert < experts - 1)", (SMALL,)),
+        ("only the last experts", "router_linear_dx_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
+        ("last expert skipped", "router_linear_dx_kernel", "(row < rows)[:, None] & (expert < experts)", "(row < rows)[:, None] & (expert < experts - 1)", (SMALL,)),
         ("the last column zero", "router_linear_dx_kernel", "weight_mask & (col < cols)", "weight_mask & (col < cols - 1)", (SMALL,)),
         ("past the last column", "router_linear_dx_kernel", "mask = mask & (col < cols)[None, :]", "mask = mask & (col <= cols)[None, :]", (GUARD,)),
         ("negated", "router_linear_dx_kernel", "total = 0.0 - total", "total = 0.0 + total", (SMALL,)),
         ("weight at dy's stride", "router_linear_dx_kernel", "expert.to(tl.int64) * cols", "expert.to(tl.int64) * dy_stride", (SMALL,)),
         ("dy without its stride", "router_linear_dx_kernel", "row * dy_stride", "row * experts", (PADDED,)),
-        ("without dy's third part", f"{SPLIT}:dot_fp32", "total = tl.dot(a_rest.to(tl.bfloat16), b1, total)", "total = total", (ERROR,)),
+        ("third part of dy omitted", f"{SPLIT}:dot_fp32", "total = tl.dot(a_rest.to(tl.bfloat16), b1, total)", "total = total", (ERROR,)),
     ],
     "router_linear_dweight_kernel": [
         ("splits without an end", "router_linear_dweight_kernel", "tl.minimum(first + split_rows, rows)", "tl.minimum(rows + split * 0, rows)", (ERROR,)),
-        ("partial sums in one place", "router_linear_dweight_kernel", "(split * experts + expert)", "(split * 0 + expert)", (ERROR,)),
+        ("partial sums of all splits overlap", "router_linear_dweight_kernel", "(split * experts + expert)", "(split * 0 + expert)", (ERROR,)),
         ("the last split not launched", "ops/moe/router_linear/launch.py:_launch_dweight", "(tiles, splits, 1)", "(tiles, max(splits - 1, 1), 1)", (ERROR,)),
-        ("the last rows alone", "router_linear_dweight_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
-        ("dbias of the last rows alone", "router_linear_dweight_kernel", "total_bias += tl.sum", "total_bias = tl.sum", (MANY,)),
-        ("without the last row of dy", "router_linear_dweight_kernel", "dy_mask = (row < last)", "dy_mask = (row < last - 1)", (SMALL,)),
-        ("the first experts alone", "router_linear_dweight_kernel", "(tl.program_id(0) % tiles) * EXPERTS", "(tl.program_id(0) % tiles) * 0", (MANY,)),
+        ("only the last rows", "router_linear_dweight_kernel", "total -= dot_fp32(", "total = 0.0 - dot_fp32(", (MANY,)),
+        ("dbias of the last rows only", "router_linear_dweight_kernel", "total_bias += tl.sum", "total_bias = tl.sum", (MANY,)),
+        ("last row of dy skipped", "router_linear_dweight_kernel", "dy_mask = (row < last)", "dy_mask = (row < last - 1)", (SMALL,)),
+        ("only the first experts", "router_linear_dweight_kernel", "(tl.program_id(0) % tiles) * EXPERTS", "(tl.program_id(0) % tiles) * 0", (MANY,)),
         ("dbias by the second columns", "router_linear_dweight_kernel", "tl.program_id(0) // tiles == 0", "tl.program_id(0) // tiles == 1", (SMALL,)),
         ("x at dy's stride", "router_linear_dweight_kernel", "row * x_stride", "row * dy_stride", (SMALL,)),
         ("dy without its stride", "router_linear_dweight_kernel", "row * dy_stride", "row * experts", (PADDED,)),
-        ("cut, not rounded", "router_linear_dweight_kernel", "tl.trans(total).to(", CUT.format("tl.trans(total)") + ".to(", (BF16_WEIGHT,)),
+        ("truncated instead of rounded", "router_linear_dweight_kernel", "tl.trans(total).to(", CUT.format("tl.trans(total)") + ".to(", (BF16_WEIGHT,)),
     ],
 }  # fmt: skip

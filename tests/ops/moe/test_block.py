@@ -1,4 +1,4 @@
-"""A mixture of experts put together from Weft's ops, forward and backward, beside float64 and beside bf16 PyTorch."""
+"""A mixture of experts composed of Weft's ops, forward and backward, against float64 and against bf16 PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ moe_block = example("moe_block")
 
 
 def drawn(tokens: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """Inputs and an upstream gradient, of numbers that bf16 has; two of the experts get no token."""
+    """Draw inputs and an upstream gradient in bf16; two of the experts get no tokens."""
     torch.manual_seed(seed)
     hidden, ffn, experts = moe_block.HIDDEN, moe_block.FFN, moe_block.EXPERTS
     x = torch.randn(tokens, hidden)
@@ -40,7 +40,7 @@ def results(layer: object, inputs: list[Tensor], upstream: Tensor, dtype: torch.
 
 
 def exact(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The naive layer in the dtype that it gets."""
+    """Compute the naive layer in the dtype of its inputs."""
     best = (x @ router.t()).topk(moe_block.TOP_K)
     weights = torch.zeros(len(x), len(router), dtype=x.dtype)
     weights = weights.scatter(1, best.indices, best.values.softmax(-1))
@@ -49,7 +49,7 @@ def exact(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [1, 61, 96])
-def test_float32_is_the_naive_layer(tokens: int) -> None:
+def test_float32_equals_the_naive_layer(tokens: int) -> None:
     inputs, upstream = drawn(tokens)
     truth = results(exact, inputs, upstream, torch.float64)
     mine = results(moe_block.moe, inputs, upstream, torch.float32)
@@ -61,20 +61,20 @@ def test_float32_is_the_naive_layer(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [61, 96])
 def test_bfloat16_is_no_further_from_float64_than_pytorch(tokens: int) -> None:
-    """PyTorch rounds after every step, Weft at the end of each op: its error is the smaller one."""
+    """PyTorch rounds after every step, Weft only at the end of each op, so Weft's error is smaller."""
     inputs, upstream = drawn(tokens)
     truth = results(exact, inputs, upstream, torch.float64)
     theirs = results(moe_block.naive, inputs, upstream, torch.bfloat16)
     mine = results(moe_block.moe, inputs, upstream, torch.bfloat16)
-    for name, got, beside, wanted in zip(NAMES, mine, theirs, truth, strict=True):
-        error, allowed = (moe_block.relative_error(t.double(), wanted) for t in (got, beside))
+    for name, got, eager, wanted in zip(NAMES, mine, theirs, truth, strict=True):
+        error, allowed = (moe_block.relative_error(t.double(), wanted) for t in (got, eager))
         assert error < 1.05 * allowed, f"{name}: {error:.2e}, PyTorch's {allowed:.2e}"
         assert allowed < 2e-2, name
 
 
-def drawn_for_fp8(seed: int, extreme: bool) -> tuple[list[Tensor], Tensor]:
-    """Inputs as the example draws them. `extreme`: the last expert's row of the router is forty times as large as the
-    others, so that a few tokens decide the gradient of x, and amplify the errors of theirs."""
+def draw_fp8_inputs(seed: int, extreme: bool) -> tuple[list[Tensor], Tensor]:
+    """Draw inputs as the example does. `extreme`: the last expert's row of the router is forty times as large as the
+    others, so a few tokens dominate the gradient of x, and their errors are amplified."""
     torch.manual_seed(seed)
     hidden, ffn, experts, tokens = moe_block.HIDDEN, moe_block.FFN, moe_block.EXPERTS, moe_block.TOKENS
     x, router = torch.randn(tokens, hidden).bfloat16().float(), torch.randn(experts, hidden) / 4
@@ -93,17 +93,17 @@ def in_fp8(inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("extreme", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_fp8_block_has_the_roundings_of_its_recipe_and_no_others(seed: int, extreme: bool) -> None:
-    """Beside every rounding of the recipe in float64. Sums in fp32 may round one number in thousands the other way;
-    without one of the roundings, or with another one, a tensor would be off by a percent and more."""
-    inputs, upstream = drawn_for_fp8(seed, extreme)
+    """Results match float64 with the same roundings. fp32 sums may round one element in thousands differently; with a
+    missing or additional rounding, a tensor would differ by a percent or more."""
+    inputs, upstream = draw_fp8_inputs(seed, extreme)
     wanted = fp8_block.results(inputs, upstream, moe_block.TOP_K)
-    for name, got, its in zip(NAMES, in_fp8(inputs, upstream), wanted, strict=True):
-        assert moe_block.relative_error(got.double(), its) < 1e-3, name
+    for name, got, expected in zip(NAMES, in_fp8(inputs, upstream), wanted, strict=True):
+        assert moe_block.relative_error(got.double(), expected) < 1e-3, name
 
 
-def test_the_error_of_fp8_block_is_the_one_that_its_roundings_make() -> None:
-    """To first order, over eight seeds: x and up are rounded before the gated unit, which amplifies what they change by
-    sqrt(1 + E[silu'^2] / E[silu^2]) = 1.44, and h and down behind it."""
+def test_error_of_fp8_block_follows_from_its_roundings() -> None:
+    """The error over eight seeds matches first-order theory: x and up are rounded before the gated unit, which
+    amplifies their error by sqrt(1 + E[silu'^2] / E[silu^2]) = 1.44, and h and down after it."""
     z = torch.randn(
         1_000_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
@@ -117,18 +117,18 @@ def test_the_error_of_fp8_block_is_the_one_that_its_roundings_make() -> None:
     assert rounding == pytest.approx(fp8_block.E4M3, rel=0.01)
     errors = []
     for seed in range(8):
-        inputs, upstream = drawn_for_fp8(seed, extreme=False)
+        inputs, upstream = draw_fp8_inputs(seed, extreme=False)
         truth = results(exact, inputs, upstream, torch.float64)
-        made = fp8_block.results(inputs, upstream, moe_block.TOP_K)
-        found = [moe_block.relative_error(got, wanted) for got, wanted in zip(made, truth, strict=True)]
-        errors.append(found[0])
-        # What the example allows leaves room, and not much: half of it is less than any of the tensors has.
-        assert max(found) < moe_block.ALLOWED["fp8_block"] < 2 * min(found)
+        rounded = fp8_block.results(inputs, upstream, moe_block.TOP_K)
+        relative = [moe_block.relative_error(got, wanted) for got, wanted in zip(rounded, truth, strict=True)]
+        errors.append(relative[0])
+        # The example's tolerance has a small margin: half of it would be below the error of every tensor.
+        assert max(relative) < moe_block.ALLOWED["fp8_block"] < 2 * min(relative)
     assert sum(errors) / len(errors) == pytest.approx(predicted, rel=0.05)
 
 
 @pytest.mark.slow
-def test_no_finding() -> None:
+def test_sanitizer_finds_nothing() -> None:
     inputs, upstream = drawn(61)
     with triton_loom.sanitize() as seen:
         results(moe_block.moe, inputs, upstream, torch.bfloat16)

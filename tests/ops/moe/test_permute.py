@@ -1,4 +1,4 @@
-"""Permute and unpermute beyond what the catalogue asks of every op: odd routings, pads, quantised rows, and a layer."""
+"""Permute and unpermute beyond the catalogue's checks: unusual routings, pads, quantized rows, and a layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def routing(tokens: int, slots: int, experts: int, seed: int = 0) -> Tensor:
 def layer(
     tokens: int = 37, slots: int = 3, experts: int = 7, align: int = 8, cols: int = 96, dtype: Any = torch.bfloat16
 ) -> tuple[Tensor, RowMap, Tensor]:  # fmt: skip
-    """Tokens, their rows, and their probabilities; one expert has no tokens, one token no experts."""
+    """Return tokens, their row map, and their probabilities; one expert has no tokens, one token no experts."""
     chosen = routing(tokens, slots, experts - 1)
     chosen[chosen == 2] = experts - 1
     chosen[tokens // 2] = -1
@@ -57,7 +57,7 @@ def layer(
 
 
 def check_map(**kwargs: Any) -> RowMap:
-    """Kernels and reference agree with the definition."""
+    """Check kernels and reference against the truth, and return the row map."""
     call = Call(weft.row_map, kwargs)
     wanted = row_map_truth(call, {})
     for backend in ("triton", "reference"):
@@ -65,16 +65,16 @@ def check_map(**kwargs: Any) -> RowMap:
             rows: RowMap = call()
         for name, value in wanted.items():
             assert torch.equal(getattr(rows, name), value), f"{name} of the {backend}"  # type: ignore[arg-type]
-        begin, ends = 0, []
+        start, ends = 0, []
         for offset in rows.offsets.tolist():
-            ends.append(begin + int((rows.slot_of_row[begin:offset] >= 0).sum()))
-            begin = offset
+            ends.append(start + int((rows.slot_of_row[start:offset] >= 0).sum()))
+            start = offset
         assert rows.ends.tolist() == ends, f"ends of the {backend}"
     return rows
 
 
 def odd_experts(shape: tuple[int, ...]) -> Tensor:
-    """Repeated experts, none, and numbers that are no experts, some of which are ones in their low 32 bits."""
+    """Draw experts with repetitions, -1, and invalid values, some of which are valid in their low 32 bits."""
     drawn = torch.randint(-2, 9, shape)
     return torch.where(torch.rand(shape) < 0.1, drawn + 2**32, drawn)
 
@@ -87,8 +87,8 @@ def odd_experts(shape: tuple[int, ...]) -> Tensor:
         (routing(1, 1, 1), 1, 1, None),
         (odd_experts((501, 3)), 7, 4, None),
         (odd_experts((10, 3, 2)).int(), 7, 3, 57),
-        (torch.zeros(1100, 2, dtype=torch.int32), 5, 16, None),  # everything to the first
-        (torch.full((600, 2), 4), 5, 16, 1216),  # and to the last, with the exact number of rows
+        (torch.zeros(1100, 2, dtype=torch.int32), 5, 16, None),  # all slots to the first expert
+        (torch.full((600, 2), 4), 5, 16, 1216),  # all to the last, with the exact number of rows
         (torch.full((9, 2), -1), 5, 16, 32),
     ],
     ids=["many", "experts", "one", "odd", "nested", "first", "last", "none"],
@@ -104,7 +104,7 @@ def test_row_map(chosen: Tensor, experts: int, align: int, rows: int | None) -> 
     [(70, 9, 4, None), (33, 300, None, None), (1, 2, 2, 5), (600, 5, 7, None)],
 )
 def test_row_map_of_a_mask(tokens: int, experts: int, slots: int | None, rows: int | None) -> None:
-    """Tokens with more experts than slots, too, and more slots than experts."""
+    """Some tokens have more experts than slots, and some masks more slots than experts."""
     mask = torch.rand(tokens, experts) < 0.4
     got = check_map(routing=mask, align=4, slots=slots, rows=rows)
     assert got.experts is not None
@@ -112,7 +112,7 @@ def test_row_map_of_a_mask(tokens: int, experts: int, slots: int | None, rows: i
 
 
 def test_row_map_of_fewer_tokens_than_align() -> None:
-    """Bug G7: the alignment is reached, and the input left alone."""
+    """Regions are aligned, and the input is unchanged."""
     chosen = routing(3, 2, 4)
     before = chosen.clone()
     rows = check_map(routing=chosen, experts=4, align=16)
@@ -122,7 +122,7 @@ def test_row_map_of_fewer_tokens_than_align() -> None:
 
 
 def test_rows_that_do_not_fit_are_dropped() -> None:
-    """Nothing is written past the end; counts still tell the truth."""
+    """Nothing is written past the end, and counts include the dropped rows."""
     chosen = routing(64, 2, 4)
     rows = check_map(routing=chosen, experts=4, align=16, rows=100)
     assert rows.counts.sum() == 128
@@ -135,7 +135,7 @@ def test_rows_that_do_not_fit_are_dropped() -> None:
 
 
 def gated(x: Tensor) -> Tensor:
-    """SwiGLU in PyTorch's own functions."""
+    """Compute SwiGLU with PyTorch's own functions."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -144,20 +144,22 @@ def gated(x: Tensor) -> Tensor:
     ("fit", "dense"),
     covering([(1, 0), (1, 37), (16, 100), (16, 1), (128, 200), (128, 256)], [False, True], together=1),
 )
-def test_too_few_rows_for_every_consumer(fit: tuple[int, int], dense: bool) -> None:
-    """Forward and backward, nothing is read or written past the rows that there are; a slot without a row counts for
-    nothing. A grouped product follows `ends` without asking whether they are inside."""
-    align, room = fit
+def test_too_few_rows_are_safe_for_every_consumer(fit: tuple[int, int], dense: bool) -> None:
+    """Forward and backward neither read nor write past the last row, and a slot without a row counts as zero. Grouped
+    products rely on `ends`, which they do not check."""
+    align, row_count = fit
     chosen = routing(64, 2, 4).sort(1).values
     mask = torch.zeros(64, 4, dtype=torch.bool).scatter_(1, chosen, True)
-    where: dict[str, Any] = {"routing": mask, "slots": 2} if dense else {"routing": chosen, "experts": 4}
-    rows = check_map(**where, align=align, rows=room)
-    kept = rows.row_of_slot >= 0
-    assert 0 <= int(kept.sum()) < 128
-    assert rows.counts.sum() - (rows.slot_of_row >= 0).sum() == 128 - kept.sum()
+    routing_args: dict[str, Any] = (
+        {"routing": mask, "slots": 2} if dense else {"routing": chosen, "experts": 4}
+    )
+    rows = check_map(**routing_args, align=align, rows=row_count)
+    has_row = rows.row_of_slot >= 0
+    assert 0 <= int(has_row.sum()) < 128
+    assert rows.counts.sum() - (rows.slot_of_row >= 0).sum() == 128 - has_row.sum()
     for ends in (rows.ends, rows.offsets):
         assert (ends.diff() >= 0).all()
-        assert ends.max() <= room
+        assert ends.max() <= row_count
     leaves = [torch.randn(64, 64).requires_grad_(), torch.rand(64, 4 if dense else 2).requires_grad_()]
     dz = torch.randn(64, 32)
     with triton_loom.sanitize() as seen:
@@ -166,15 +168,15 @@ def test_too_few_rows_for_every_consumer(fit: tuple[int, int], dense: bool) -> N
         got = [weft.unpermute(h, rows)]
         got += torch.autograd.grad(got[0], leaves, dz)
         weft.permute(leaves[0].detach(), rows, quantize="mx", columnwise=align == 128)
-    assert seen.launches > 5 or room == 0
+    assert seen.launches > 5 or row_count == 0
     x, probs = (leaf.detach().double().requires_grad_() for leaf in leaves)
-    weights = (probs.gather(1, chosen) if dense else probs) * kept
+    weights = (probs.gather(1, chosen) if dense else probs) * has_row
     z = weights.sum(1, keepdim=True) * gated(x)
     wanted = [z, *torch.autograd.grad(z, (x, probs), dz.double())]
     for a, b in zip(got, wanted, strict=True):
-        if room == 0:
+        if row_count == 0:
             assert not a.count_nonzero()
-        else:  # a dozen roundings of the largest term, of which at most 32 are added up
+        else:  # a dozen roundings of the largest of at most 32 terms
             check(a, b, 32 * EPS32 * b.abs().max())
 
 
@@ -189,8 +191,8 @@ def test_row_map_is_deterministic() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 2), (5, 3), (0, 2)])
 @pytest.mark.parametrize("align", [1, 16, 128])
-def test_the_default_rows_are_the_worst_case(shape: tuple[int, int], align: int) -> None:
-    """Exactly: the routing that takes the most rows fills them all. One slot to each expert, the others to the last."""
+def test_default_rows_are_the_worst_case(shape: tuple[int, int], align: int) -> None:
+    """The worst routing, one slot per expert and the others to the last, fills the default rows exactly."""
     slots = shape[0] * shape[1]
     worst = torch.arange(slots).clamp(max=7).view(shape)
     rows = check_map(routing=worst, experts=8, align=align)
@@ -216,7 +218,7 @@ def test_ends_are_where_the_pads_begin() -> None:
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_index_is_written(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is not -1 by chance, as the suite's poison would be."""
+    """Outputs start as 77, since the suite's poison would be -1 by chance."""
     chosen = torch.rand(40, 6) < 0.3 if dense else odd_experts((400, 3))  # more than a program's
     options = {"slots": 5} if dense else {"experts": 7}
     wanted = weft.row_map(chosen, align=8, rows=2000, **options)
@@ -232,8 +234,8 @@ def test_row_map_takes_two_launches() -> None:
     assert [variant.kernel for variant in seen] == ["count_kernel", "place_kernel"]
 
 
-def test_linghe_rows_are_enough() -> None:
-    """The published shape, 67,584 rows: those of its routing fit, and hardly fewer would do."""
+def test_linghe_rows_suffice() -> None:
+    """The published shape, 67,584 rows, fits this routing, and hardly fewer rows would do."""
     (workload,) = [w for w in for_op("row_map") if w.name == "linghe/routing"]
     call = workload.make()
     rows = call()
@@ -243,8 +245,8 @@ def test_linghe_rows_are_enough() -> None:
     assert rows.offsets[-1] > 67300
 
 
-def test_linghe_rows_are_enough_on_a_gpu() -> None:
-    """As a GPU cuts it, into more programs than are read at once."""
+def test_linghe_rows_suffice_on_a_gpu() -> None:
+    """A GPU's launch has more programs than one block of counts."""
     (workload,) = [w for w in for_op("row_map") if w.name == "linghe/routing"]
     call = workload.make()
     with choosing_for("sm_90"):
@@ -257,7 +259,7 @@ def test_linghe_rows_are_enough_on_a_gpu() -> None:
 
 
 def test_more_than_2_to_the_20_rows() -> None:
-    """Bug A6: 1,050,000 rows and more, there and back, with 1,048,576 in the middle of an expert."""
+    """More than 1,050,000 rows survive the round trip, with row 1,048,576 in the middle of an expert."""
     tokens, slots, experts = 131_250, 8, 8
     chosen = torch.argsort(torch.rand(tokens, experts), dim=1)
     x = torch.randn(tokens, 8).bfloat16()
@@ -278,7 +280,7 @@ def test_more_than_2_to_the_20_rows() -> None:
 
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements() -> None:
-    """The last rows are right; takes 5 GB."""
+    """The last rows are right. The test takes 5 GB."""
     tokens, slots = 2**20 + 2, 8
     x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
     x[-8:] = torch.randn(8, 256).bfloat16()
@@ -297,18 +299,18 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_permute_moves_bits() -> None:
-    """NaN with their payload, signed zeros and infinities; also where the probability is 0 (bug G6)."""
+    """NaN payloads, signed zeros and infinities are preserved, even if the probability is 0."""
     x, rows, probs = layer()
     x.view(torch.int16).random_(-(2**15), 2**15)
     probs.zero_()
     y = weft.permute(x, rows, probs)[0]
     slot = rows.slot_of_row.long()
-    taken = slot >= 0
-    assert torch.equal(y.view(torch.int16)[taken], x.view(torch.int16)[slot[taken] // 3])
-    assert not y.view(torch.int16)[~taken].count_nonzero()
+    has_slot = slot >= 0
+    assert torch.equal(y.view(torch.int16)[has_slot], x.view(torch.int16)[slot[has_slot] // 3])
+    assert not y.view(torch.int16)[~has_slot].count_nonzero()
 
 
-def test_a_token_without_rows_is_zero_though_others_are_not_finite() -> None:
+def test_a_token_without_rows_is_zero_even_if_others_are_not_finite() -> None:
     _, rows, probs = layer()
     y = torch.full((len(rows.slot_of_row), 96), torch.nan)
     probs[18], probs[0] = torch.inf, torch.nan
@@ -318,14 +320,14 @@ def test_a_token_without_rows_is_zero_though_others_are_not_finite() -> None:
     assert back[0].isnan().all()
 
 
-def test_there_and_back_is_times_the_slots() -> None:
+def test_round_trip_multiplies_by_the_slots() -> None:
     x = torch.randn(50, 64).bfloat16()
     rows = weft.row_map(routing(50, 4, 8), 8, align=16)
     assert torch.equal(weft.unpermute(weft.permute(x, rows), rows), x * 4)
 
 
 def test_sums_are_in_the_order_of_the_slots() -> None:
-    """Of 2^24, 1 and -2^24 any other order gives another sum."""
+    """Sums of 2^24, 1 and -2^24 differ between orders."""
     terms = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0])
     for order in ([0, 1, 2, 3], [0, 2, 1, 3], [1, 3, 0, 2]):
         rows = weft.row_map(torch.tensor([[3, 1, 2, 0]]), 4)
@@ -348,7 +350,7 @@ CONFIGURED = [
 
 @pytest.mark.parametrize(("target", "cols"), CONFIGURED)
 def test_every_configuration_gives_the_same_bits(target: str, cols: int) -> None:
-    """Bug F15. Sums are chains of fused multiply-adds in every one of them."""
+    """Every configuration sums by a chain of fused multiply-adds."""
     x, rows, probs = layer(cols=cols, align=32)
     gradient = torch.randn(37, cols).bfloat16()
 
@@ -359,9 +361,9 @@ def test_every_configuration_gives_the_same_bits(target: str, cols: int) -> None
         (dx,) = torch.autograd.grad(back, leaf, gradient)
         q = weft.permute(x, rows, quantize="mx", columnwise=True)
         moved = weft.permute(weft.quantize(x, "1x128"), rows)
-        found = {"y": y, "row_probs": row_probs, "back": back, "dx": dx, "q": q, "moved": moved}
+        plain = {"y": y, "row_probs": row_probs, "back": back, "dx": dx, "q": q, "moved": moved}
         return {
-            **found,
+            **plain,
             "codes": weft.permute(x, rows, quantize="1x128"),
             "codes of rows": weft.permute(x, rows, quantize="row"),
             "sum": weft.unpermute(moved, rows, probs),
@@ -390,35 +392,36 @@ def test_dtypes(dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
     assert (dy.dtype, dprobs.dtype) == (dtype, probs_dtype)
 
 
-# ---- quantised rows --------------------------------------------------------------------------------------
+# ---- quantized rows --------------------------------------------------------------------------------------
 
-MADE = [("1x128", 301), ("e2m1:mx:torchao", 96), ("row", 1030)]
-MADE_SLOWLY = [
+QUANTIZED = [("1x128", 301), ("e2m1:mx:torchao", 96), ("row", 1030)]
+QUANTIZED_SLOWLY = [
     (format, cols)
     for format in (
         "1x128", "mx", "e2m1:mx:torchao", "e5m2:1x128:deepgemm", "e4m3:1x128:vllm", "int8:1x128:sglang",
         "e5m2:mx:deepgemm", "row", "int8:row:vllm", "e5m2:row:te",
     )
     for cols in (96, 301, 1030)
-    if (format, cols) not in MADE
+    if (format, cols) not in QUANTIZED
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("format", "cols"), [*MADE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MADE_SLOWLY)]
+    ("format", "cols"),
+    [*QUANTIZED, *(pytest.param(*case, marks=pytest.mark.slow) for case in QUANTIZED_SLOWLY)],
 )
-def test_quantised_on_the_way(format: str, cols: int) -> None:
-    """The bytes of quantising afterwards, pads and tails included, by either copy alone or both."""
+def test_quantized_while_permuting(format: str, cols: int) -> None:
+    """Either copy, or both, has the bytes of quantizing afterwards, including pads and tails."""
     x, rows, probs = layer(cols=cols, align=128)
     wanted = weft.quantize(weft.permute(x, rows), format, columnwise=True)
-    # One scale to a row has no column-wise copy here: a column's scale would belong to several experts.
+    # With one scale per row there is no columnwise copy: a column's scale would belong to several experts.
     by_columns = [] if wanted.format.block == "row" else [(False, True), (True, True)]
     for rowwise, columnwise in [(True, False), *by_columns]:
         q, row_probs = weft.permute(x, rows, probs, quantize=format, rowwise=rowwise, columnwise=columnwise)
         assert torch.equal(row_probs, weft.permute(x, rows, probs)[1])
         copies = (wanted.rowwise if rowwise else None, wanted.columnwise if columnwise else None)
         expected = QTensor(wanted.shape, wanted.dtype, wanted.format, *copies)
-        assert_same({"q": q}, {"q": expected}, f"row-wise {rowwise}, column-wise {columnwise}")
+        assert_same({"q": q}, {"q": expected}, f"rowwise {rowwise}, columnwise {columnwise}")
         with weft.backend("reference"):
             again = weft.permute(x, rows, quantize=format, rowwise=rowwise, columnwise=columnwise)
         assert_same({"q": again}, {"q": expected}, "reference")
@@ -430,8 +433,8 @@ def scale_bits(codes: Codes) -> Tensor:
 
 @pytest.mark.parametrize("format", ["1x128", "mx", "row", "e2m1:mx:te", "int8:row:vllm", "e5m2:1x128:sglang"])
 @pytest.mark.parametrize("cols", [96, pytest.param(301, marks=pytest.mark.slow)])
-def test_quantised_rows_are_moved(format: str, cols: int) -> None:
-    """Codes and scales are those of the token; pads have codes 0 and scale 1."""
+def test_quantized_rows_are_moved(format: str, cols: int) -> None:
+    """Codes and scales equal those of the token; pads have codes 0 and scale 1."""
     x, rows, probs = layer(cols=cols)
     q = weft.quantize(x, format)
     for backend in ("triton", "reference"):
@@ -440,13 +443,13 @@ def test_quantised_rows_are_moved(format: str, cols: int) -> None:
         assert isinstance(y, QTensor)
         assert (y.shape, y.dtype, y.format) == ((len(rows.slot_of_row), cols), x.dtype, q.format)
         slot = rows.slot_of_row.long()
-        taken = slot >= 0
-        token = slot[taken] // 3
+        has_slot = slot >= 0
+        token = slot[has_slot] // 3
         codes, from_codes = y.rowwise.data.view(torch.uint8), q.rowwise.data.view(torch.uint8)
-        assert torch.equal(codes[taken], from_codes[token])
-        assert torch.equal(scale_bits(y.rowwise)[taken], scale_bits(q.rowwise)[token])
-        assert not codes[~taken].count_nonzero()
-        assert (y.rowwise.scale[~taken].float() == 1.0).all()
+        assert torch.equal(codes[has_slot], from_codes[token])
+        assert torch.equal(scale_bits(y.rowwise)[has_slot], scale_bits(q.rowwise)[token])
+        assert not codes[~has_slot].count_nonzero()
+        assert (y.rowwise.scale[~has_slot].float() == 1.0).all()
         assert y.rowwise.scale.stride() == weft.quantize(y.dequantize(), format).rowwise.scale.stride()
         assert torch.equal(row_probs, weft.permute(x, rows, probs)[1])
 
@@ -461,8 +464,8 @@ def test_quantised_rows_are_moved(format: str, cols: int) -> None:
     ],
 )
 @pytest.mark.parametrize("weighted", [False, True])
-def test_quantised_rows_are_added_up(format: str, weighted: bool) -> None:
-    """And their gradients are those of the numbers they stand for."""
+def test_quantized_rows_are_summed(format: str, weighted: bool) -> None:
+    """Sums and gradients match those of the dequantized rows."""
     _, rows, probs = layer(cols=301)
     y = torch.randn(len(rows.slot_of_row), 301).bfloat16().requires_grad_()
     probs = probs.requires_grad_()
@@ -477,11 +480,11 @@ def test_quantised_rows_are_added_up(format: str, weighted: bool) -> None:
         near(value, expected[name])  # type: ignore[arg-type]
 
 
-def test_gradients_pass_through_quantised_rows() -> None:
-    """Quantise, then permute; permute and quantise; permute alone: the same gradient."""
+def test_gradients_pass_through_quantized_rows() -> None:
+    """Quantizing before, while or after permuting gives the gradient of permuting alone."""
     x, rows, _ = layer()
     gradient = torch.randn(len(rows.slot_of_row), 96).bfloat16()
-    found = []
+    gradients = []
     for f in (
         lambda x: weft.permute(x, rows),
         lambda x: weft.permute(x, rows, quantize="1x128").dequantize(),
@@ -489,30 +492,30 @@ def test_gradients_pass_through_quantised_rows() -> None:
         lambda x: weft.permute(weft.quantize(x, "1x128"), rows).dequantize(),
     ):
         leaf = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(f(leaf), leaf, gradient)[0])
-    for gradient_of_quantised in found[1:]:
-        assert torch.equal(found[0], gradient_of_quantised)
+        gradients.append(torch.autograd.grad(f(leaf), leaf, gradient)[0])
+    for other in gradients[1:]:
+        assert torch.equal(gradients[0], other)
     call = Call(weft.permute, {"x": x, "rows": rows})
-    near(found[0], permute_truth(call, {"y": gradient})["dx"])  # type: ignore[arg-type]
+    near(gradients[0], permute_truth(call, {"y": gradient})["dx"])  # type: ignore[arg-type]
 
 
 # ---- nothing at all --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", [None, "1x128", "mx", "row"])
-@pytest.mark.parametrize("room", [0, 32])
-def test_a_rank_without_tokens(format: str | None, room: int) -> None:
-    """Bug C9: the shapes that were promised, and gradients for everything."""
+@pytest.mark.parametrize("row_count", [0, 32])
+def test_a_rank_without_tokens(format: str | None, row_count: int) -> None:
+    """A rank without tokens gets the promised shapes, and gradients for all inputs."""
     x = torch.randn(0, 96).bfloat16().requires_grad_()
     probs = torch.rand(0, 2).requires_grad_()
-    rows = weft.row_map(torch.zeros(0, 2, dtype=torch.int64), 4, align=128, rows=room)
+    rows = weft.row_map(torch.zeros(0, 2, dtype=torch.int64), 4, align=128, rows=row_count)
     assert rows.offsets.tolist() == rows.counts.tolist() == [0] * 4
-    assert rows.slot_of_row.tolist() == [-1] * room
+    assert rows.slot_of_row.tolist() == [-1] * row_count
     columnwise = format in ("1x128", "mx")
     y, row_probs = weft.permute(x, rows, probs, quantize=format, columnwise=columnwise)
-    assert y.shape == (room, 96)
+    assert y.shape == (row_count, 96)
     if format is not None:
-        zeros = weft.quantize(torch.zeros(room, 96).bfloat16(), format, columnwise=columnwise)
+        zeros = weft.quantize(torch.zeros(row_count, 96).bfloat16(), format, columnwise=columnwise)
         assert_same({"y": y}, {"y": zeros}, "pads")
         y = y.dequantize()
     assert not y.count_nonzero()
@@ -560,7 +563,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_one_rank_of_two_without_tokens(tmp_path: Path) -> None:
-    """Bug C9: it takes part in the backward, and in what is summed over the ranks."""
+    """The empty rank takes part in the backward and in sums over the ranks."""
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(i), str(tmp_path / "meet")]) for i in (0, 1)]
     try:
         assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
@@ -588,7 +591,7 @@ def moe(x: Tensor, probs: Tensor, rows: RowMap) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    """Any strides of x, rows, probabilities and gradients give the bits of contiguous ones (bugs E2, E3, E4)."""
+    """Any strides of x, rows, probabilities and gradients give the bits of contiguous ones."""
     x, rows, probs = layer()
     y = torch.randn(len(rows.slot_of_row), 96).bfloat16()
     gradient, gradient_rows = torch.randn(37, 96).bfloat16(), torch.randn(y.shape).bfloat16()
@@ -600,12 +603,12 @@ def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
         permuted, row_probs = weft.permute(x, rows, probs)
         back = weft.unpermute(y, rows, probs)
         plain = weft.unpermute(y, rows)
-        found = [permuted, row_probs, back, plain, weft.permute(x, rows, quantize="1x128")]
-        found += torch.autograd.grad(permuted, x, gradient_rows, retain_graph=True)
-        found += torch.autograd.grad(row_probs, probs, row_probs.detach()[:1].expand(len(row_probs)))
-        found += torch.autograd.grad(back, [y, probs], gradient)
-        found += torch.autograd.grad(plain, y, gradient)
-        return {str(i): t for i, t in enumerate(found)}
+        tensors = [permuted, row_probs, back, plain, weft.permute(x, rows, quantize="1x128")]
+        tensors += torch.autograd.grad(permuted, x, gradient_rows, retain_graph=True)
+        tensors += torch.autograd.grad(row_probs, probs, row_probs.detach()[:1].expand(len(row_probs)))
+        tensors += torch.autograd.grad(back, [y, probs], gradient)
+        tensors += torch.autograd.grad(plain, y, gradient)
+        return {str(i): t for i, t in enumerate(tensors)}
 
     plain = {"x": x, "probs": probs, "y": y, "gradient": gradient, "gradient_rows": gradient_rows}
     for name, tensor in plain.items():
@@ -623,19 +626,19 @@ def test_offsets_have_64_bits() -> None:
     few = weft.row_map(torch.tensor([[0, 1], [1, 0]]), 2)
     y, gradient = far_apart(4, 96), far_apart(2, 96)
     probs = torch.rand(2, 2).requires_grad_()
-    found = []
+    results = []
     for values, dy in ((y, gradient), (y.contiguous(), gradient.contiguous())):
         leaf = values.detach().requires_grad_()
         back = weft.unpermute(leaf, few, probs)
         grads = torch.autograd.grad(back, [leaf, probs], dy)
-        found.append({str(i): t for i, t in enumerate((back, *grads))})
-    assert_same(found[0], found[1], "far apart")
+        results.append({str(i): t for i, t in enumerate((back, *grads))})
+    assert_same(results[0], results[1], "far apart")
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("used", [("y",), ("row_probs",), ("y", "row_probs")])
 def test_gradients_of_a_subset(wanted: tuple[bool, bool], used: tuple[str, ...]) -> None:
-    """Bugs D8, D9: any inputs that need a gradient, any outputs that have one."""
+    """Any subset of inputs may need gradients, and any subset of outputs may have them."""
     x, rows, probs = layer()
     leaves = [t.clone().requires_grad_(need) for t, need in zip((x, probs), wanted, strict=True)]
     outputs = dict(zip(("y", "row_probs"), weft.permute(leaves[0], rows, leaves[1]), strict=True))
@@ -678,7 +681,7 @@ def test_gradcheck_of_the_reference(dense: bool) -> None:
         lambda y, p, c: weft.unpermute(y, rows, p, carried=c), (y, probs, carried)
     )
     assert torch.autograd.gradcheck(lambda y, c: weft.unpermute(y, rows, carried=c), (y, carried))
-    # Without probabilities each is the other's gradient, as often as one likes.
+    # Without probabilities each op is the other's backward, so second derivatives exist.
     assert torch.autograd.gradgradcheck(lambda x: weft.permute(x, rows), (x,))
     assert torch.autograd.gradgradcheck(lambda y: weft.unpermute(y, rows), (y,))
 
@@ -712,20 +715,20 @@ def through_fp8(x: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     [through_topk, pytest.param(through_a_mask, marks=pytest.mark.slow), through_fp8],
     ids=lambda f: f.__name__,
 )
-def test_compiled_is_eager(function: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Fullgraph, with sizes that change, forward and backward, bit for bit."""
+def test_compiled_equals_eager(function: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Full graphs with dynamic sizes match eager mode bit for bit, forward and backward."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (20, 33):
         inputs = [torch.randn(tokens, 96).bfloat16(), torch.randn(tokens, 6)]
-        found = []
+        runs = []
         for f in (function, compiled):
             leaves = [t.clone().requires_grad_() for t in inputs]
             outputs = f(*leaves)
             torch.manual_seed(5)
             grads = torch.autograd.grad(outputs, leaves, [torch.randn_like(o) for o in outputs])
-            found.append({str(i): t for i, t in enumerate((*outputs, *grads))})
-        assert_same(found[1], found[0], f"compiled with {tokens} tokens")
+            runs.append({str(i): t for i, t in enumerate((*outputs, *grads))})
+        assert_same(runs[1], runs[0], f"compiled with {tokens} tokens")
 
 
 def opchecked(name: str, call: Call, **options: Any) -> None:
@@ -766,16 +769,16 @@ def test_opcheck_of_fp8() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x, rows, probs = layer()
     nested = torch.zeros(4, 2, dtype=torch.int64)
     q = weft.quantize(x, "1x128")
     wrong: list[tuple[str, Callable[[], Any]]] = [
         ("routing must be int32, int64 or bool", lambda: weft.row_map(torch.zeros(4, 2), 3)),
-        ("give `experts`", lambda: weft.row_map(nested)),
+        ("pass `experts`", lambda: weft.row_map(nested)),
         ("the mask has 2 experts, but experts=3", lambda: weft.row_map(nested.bool(), 3)),
         ("at least 1", lambda: weft.row_map(nested, 3, align=0)),
-        ("between 0", lambda: weft.row_map(nested, 3, rows=-1)),
+        ("rows must be from 0", lambda: weft.row_map(nested, 3, rows=-1)),
         ("32 bits", lambda: weft.row_map(torch.empty(2**28, 8, dtype=torch.int64, device="meta"), 3)),
         (r"x must be \[37, K\]", lambda: weft.permute(x[:5], rows)),
         ("x must be bfloat16", lambda: weft.permute(x.int(), rows)),
@@ -783,12 +786,12 @@ def test_what_is_refused() -> None:
         ("go with quantize", lambda: weft.permute(x, rows, columnwise=True)),
         ("align=128", lambda: weft.permute(x, rows, quantize="1x128", columnwise=True)),
         ("blocks 1x128, mx, row", lambda: weft.permute(x, rows, quantize="tensor")),
-        ("one scale to a whole column", lambda: weft.permute(x, rows, quantize="row", columnwise=True)),
+        ("one scale per whole column", lambda: weft.permute(x, rows, quantize="row", columnwise=True)),
         ("at least one copy", lambda: weft.permute(x, rows, quantize="1x128", rowwise=False)),
-        ("quantised already", lambda: weft.permute(q, rows, quantize="1x128")),
-        ("row-wise copy", lambda: weft.permute(weft.quantize(x, "128x128"), rows)),
+        ("already quantized", lambda: weft.permute(q, rows, quantize="1x128")),
+        ("rowwise copy", lambda: weft.permute(weft.quantize(x, "128x128"), rows)),
         (r"y must be \[", lambda: weft.unpermute(x, rows)),
-        ("dequantise e2m1", lambda: weft.unpermute(weft.permute(weft.quantize(x, "e2m1:mx:te"), rows), rows)),
+        ("dequantize e2m1", lambda: weft.unpermute(weft.permute(weft.quantize(x, "e2m1:mx:te"), rows), rows)),
         ("carried must have the shape", lambda: weft.unpermute(weft.permute(x, rows), rows, carried=probs)),
     ]
     for message, call in wrong:
@@ -797,8 +800,8 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", ["128x128", "tensor", "nvfp4"])
-def test_the_ops_refuse_rows_that_share_a_scale(spec: str) -> None:
-    """Whoever calls them: moved to other places, such codes would meet the scales of others."""
+def test_ops_reject_rows_that_share_a_scale(spec: str) -> None:
+    """Codes that share a scale across rows would meet other scales when moved, so the ops reject them themselves."""
     x, rows = torch.randn(128, 128), weft.row_map(torch.randint(2, (128, 1)), 2, align=128)
     q = weft.quantize(x, spec)
     assert q.rowwise is not None
@@ -807,11 +810,11 @@ def test_the_ops_refuse_rows_that_share_a_scale(spec: str) -> None:
         lambda: permute_op(PermuteArgs(x, q.rowwise, None, rows, options)),
         lambda: unpermute_op(UnpermuteArgs(x, q.rowwise, None, None, rows)),
     ):
-        with pytest.raises(ValueError, match=r"cannot be (moved|added up)"):
+        with pytest.raises(ValueError, match=r"cannot be (moved|summed)"):
             call()
 
 
-def test_the_ops_refuse_a_global_scale_that_they_would_not_read() -> None:
+def test_ops_reject_an_unused_global_scale() -> None:
     x, rows = torch.randn(128, 128), weft.row_map(torch.randint(2, (128, 1)), 2, align=128)
     q = weft.quantize(x, "1x128")
     assert q.rowwise is not None
@@ -836,7 +839,7 @@ def test_public_options_are_documented() -> None:
 
 
 def dense_moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, slots: int) -> Tensor:
-    """Every expert for every token, then weighted."""
+    """Apply every expert to every token, then weigh the results."""
     probs = (x @ router.t()).softmax(-1)
     best, chosen = probs.topk(slots)
     weights = torch.zeros_like(probs).scatter(-1, chosen, best)
@@ -845,7 +848,7 @@ def dense_moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, slots: int) -
 
 
 def fused_moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, slots: int, on_combine: bool) -> Tensor:
-    """Only the chosen ones, by their rows; the probability is applied before or after the last product."""
+    """Apply only the chosen experts, to their rows; the probability is applied before or after the last product."""
     best, chosen = (x @ router.t()).softmax(-1).topk(slots)
     experts = len(up)
     rows = weft.row_map(chosen, experts, align=16)
@@ -860,8 +863,8 @@ def fused_moe(x: Tensor, router: Tensor, up: Tensor, down: Tensor, slots: int, o
 
 
 @pytest.mark.parametrize("on_combine", [False, True])
-def test_a_layer_is_the_dense_one(on_combine: bool) -> None:
-    """To 1e-5, forward and backward, for every input; one expert is chosen by nobody."""
+def test_a_layer_equals_the_dense_one(on_combine: bool) -> None:
+    """Outputs and all gradients match to 1e-5, although one expert gets no tokens."""
     torch.manual_seed(1)
     x, router = torch.randn(90, 32), torch.randn(6, 32)
     router[4] = 0.0
@@ -869,13 +872,13 @@ def test_a_layer_is_the_dense_one(on_combine: bool) -> None:
     x[:, 0] = x[:, 0].abs() + 0.1
     up, down = torch.randn(6, 32, 48) / 6, torch.randn(6, 48, 32) / 7
     gradient = torch.randn(90, 32)
-    found = []
+    runs = []
     for f in (dense_moe, fused_moe):
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
         out = f(*leaves, 2) if f is dense_moe else f(*leaves, 2, on_combine)  # type: ignore[call-arg]
-        found.append((out, *torch.autograd.grad(out, leaves, gradient)))
-    for got, wanted in zip(found[1], found[0], strict=True):
+        runs.append((out, *torch.autograd.grad(out, leaves, gradient)))
+    for got, wanted in zip(runs[1], runs[0], strict=True):
         assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
         assert wanted.count_nonzero()
-    assert not found[1][3][4].count_nonzero()
+    assert not runs[1][3][4].count_nonzero()
     assert EPS32 < 1e-6

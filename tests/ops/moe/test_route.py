@@ -1,4 +1,4 @@
-"""Routing: every convention against its own re-implementation, ties, gradients, losses, sizes, layouts."""
+"""Routing: every convention against a reimplementation, and ties, gradients, losses, sizes and layouts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from weft.runtime import choosing_for, recording
 
 
 def topk(x: Tensor, k: int) -> Tensor:
-    """Indices; torch.topk promises no order among equals. NaN is above everything, as it is for torch.topk."""
+    """Return top-k indices, the lowest first among equals (unlike torch.topk), with NaN above all (like torch.topk)."""
     key = -np.nan_to_num(x.detach().double().numpy(), nan=np.inf, posinf=1e300, neginf=-np.inf)
     return torch.from_numpy(np.argsort(key, axis=-1, kind="stable"))[..., :k]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments that all of them understand."""
+    """Arguments that all conventions share."""
 
     score: str = "softmax"
     experts: int = 64
@@ -49,13 +49,15 @@ class Settings:
 
 def _in_groups(choice: Tensor, at: Settings, best: int, masked: float) -> Tensor:
     by_group = choice.view(len(choice), at.groups, -1)
-    worth = by_group.topk(best, dim=-1).values.sum(-1)
-    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, topk(worth, at.group_topk), True)
+    group_scores = by_group.topk(best, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+        1, topk(group_scores, at.group_topk), True
+    )
     return by_group.masked_fill(~allowed.unsqueeze(-1), masked).view_as(choice)
 
 
 def megatron(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, indices, what was chosen by); so the others."""
+    """Return (weights, indices, scores that decided the choice), like all peers below."""
 
     def compute_topk(scores: Tensor) -> tuple[Tensor, Tensor]:
         if at.groups > 1:
@@ -115,11 +117,11 @@ def sglang(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor
     return weights, indices, choice
 
 
-# ---- models, as their routers in HuggingFace transformers are written --------------------------------------
+# ---- models, as written in HuggingFace transformers ---------------------------------------------------------
 
 
 def qwen3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Qwen3MoeTopKRouter."""
+    """Route like Qwen3MoeTopKRouter."""
     router_probs = torch.nn.functional.softmax(x, dim=-1, dtype=wide(x))
     router_indices = topk(router_probs, at.k)
     router_top_value = router_probs.gather(1, router_indices)
@@ -128,20 +130,20 @@ def qwen3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor,
 
 
 def mixtral(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """MixtralTopKRouter."""
+    """Route like MixtralTopKRouter."""
     weights, indices, choice = qwen3(x.to(wide(x)), bias, at)
     return weights, indices, choice
 
 
 def gpt_oss(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """GptOssTopKRouter."""
+    """Route like GptOssTopKRouter."""
     router_indices = topk(x, at.k)
     router_top_value = x.gather(1, router_indices)
     return torch.nn.functional.softmax(router_top_value, dim=1, dtype=x.dtype), router_indices, x
 
 
 def deepseek_v3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """DeepseekV3TopkRouter."""
+    """Route like DeepseekV3TopkRouter."""
     scores = x.to(wide(x)).sigmoid()
     scores_for_choice = scores + (torch.zeros(at.experts) if bias is None else bias)
     group_scores = (
@@ -157,7 +159,7 @@ def deepseek_v3(x: Tensor, bias: Tensor | None, at: Settings) -> tuple[Tensor, T
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What they take the scores in: float32, unless it is to be the truth."""
+    """Return the dtype of scores: float32, or float64 if x is the truth."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -178,7 +180,7 @@ PEERS = LIBRARIES | MODELS
 
 
 def ours(convention: str, x: Tensor, bias: Tensor | None, at: Settings, **more: Any) -> Routing:
-    if convention in MODELS:  # their names say it all but the numbers
+    if convention in MODELS:  # the name implies everything but the model's configuration
         if convention == "deepseek_v3":
             more |= {"bias": bias, "groups": at.groups, "group_topk": at.group_topk, "scale": at.scale}
         return weft.route(x, at.k, convention=convention, **more)
@@ -202,7 +204,7 @@ def ours(convention: str, x: Tensor, bias: Tensor | None, at: Settings, **more: 
 
 KINDS: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
     "normal": lambda g, t, e: torch.randn(t, e, generator=g),
-    # A thousandth apart or equal: another rounding of exp changes nothing.
+    # Values are equal or at least 1/1024 apart, so the rounding of exp changes no order.
     "coarse": lambda g, t, e: (torch.randn(t, e, generator=g) * 1024).round() / 1024,
     "bfloat16": lambda g, t, e: torch.randn(t, e, generator=g).bfloat16().float(),
     "three values": lambda g, t, e: torch.randint(-1, 2, (t, e), generator=g) / 2,
@@ -216,7 +218,7 @@ KINDS: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
 
 
 def cases(at: Settings, rows: int, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Logits of all kinds, and a bias with equal numbers in it."""
+    """Return logits of all kinds, and a bias with some equal elements."""
     draw = torch.Generator().manual_seed(seed)
     each = -(-rows // len(KINDS))
     x = torch.cat([make(draw, each, at.experts) for make in KINDS.values()])
@@ -225,15 +227,15 @@ def cases(at: Settings, rows: int, seed: int) -> tuple[Tensor, Tensor | None]:
 
 
 def near_tie(choice: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
-    """Rows in which two selections differ only between scores that fp32 hardly tells apart."""
+    """Return the rows whose two selections differ only in scores that fp32 barely distinguishes."""
     a, b = choice.gather(1, mine).double(), choice.gather(1, theirs).double()
     size = choice.double().abs().nan_to_num(0, 0, 0).amax(1, keepdim=True)
     return ((a - b).abs() <= 8 * EPS32 * size).all(1)
 
 
 def near_tie_of_groups(convention: str, x: Tensor, bias: Tensor | None, at: Settings) -> Tensor:
-    """Rows in which fp32 hardly tells the last group that is allowed from the first that is not: sums of scores and
-    biases that are equal in real numbers differ in their last bits."""
+    """Return the rows in which fp32 barely distinguishes the last allowed group from the first excluded one: sums of
+    scores and biases that are equal in real arithmetic differ in their last bits."""
     if at.groups == 1:
         return torch.zeros(len(x), dtype=torch.bool)
     post = convention == "megatron" and at.score == "softmax" and dict(at.options).get("post_softmax", True)
@@ -242,12 +244,14 @@ def near_tie_of_groups(convention: str, x: Tensor, bias: Tensor | None, at: Sett
         choice = choice + bias.double()
     always = {"megatron": at.k // at.group_topk, "torchtitan": 2, "deepseek_v3": 2}
     best = always.get(convention, 1 if bias is None else 2)
-    worth = choice.view(len(x), at.groups, -1).topk(best).values.sum(-1).sort(1, descending=True).values
+    group_scores = (
+        choice.view(len(x), at.groups, -1).topk(best).values.sum(-1).sort(1, descending=True).values
+    )
     if at.group_topk == at.groups:
         return torch.zeros(len(x), dtype=torch.bool)
     return (
-        worth[:, at.group_topk - 1] - worth[:, at.group_topk]
-    ).abs() <= 8 * EPS32 * best * worth.abs().amax(1)
+        group_scores[:, at.group_topk - 1] - group_scores[:, at.group_topk]
+    ).abs() <= 8 * EPS32 * best * group_scores.abs().amax(1)
 
 
 FEW = {
@@ -289,7 +293,7 @@ FEW = {
 
 
 def many() -> Iterator[tuple[str, Settings]]:
-    """Every combination, for the slow tests."""
+    """Yield every combination, for the slow tests."""
     for convention, score, (experts, k), grouped, biased, renormalize in itertools.product(
         LIBRARIES,
         ("softmax", "sigmoid", "sqrtsoftplus"),
@@ -307,7 +311,7 @@ def many() -> Iterator[tuple[str, Settings]]:
 
 
 def compare(convention: str, at: Settings, rows: int, seed: int) -> int:
-    """One convention against its peer; how many rows were compared."""
+    """Compare one convention with its peer; return the number of rows compared."""
     x, bias = cases(at, rows, seed)
     got = ours(convention, x, bias, at)
     weights, indices, choice = PEERS[convention](x, bias, at)
@@ -323,7 +327,7 @@ def compare(convention: str, at: Settings, rows: int, seed: int) -> int:
 def chosen_alike(
     convention: str, x: Tensor, bias: Tensor | None, at: Settings, mine: Tensor, indices: Tensor, choice: Tensor
 ) -> Tensor:  # fmt: skip
-    """Rows in which the same experts are chosen, in the same order: all but a few near ties."""
+    """Return the rows with the same experts in the same order, which must be all but a few near ties."""
     assert (mine.sort(1).values.diff(dim=1) > 0).all()
     same = (mine == indices).all(1)
     excused = ~same & (near_tie(choice, mine, indices) | near_tie_of_groups(convention, x, bias, at))
@@ -334,8 +338,8 @@ def chosen_alike(
 
 
 @pytest.mark.parametrize("convention", PEERS)
-def test_convention_is_its_peer(convention: str) -> None:
-    """10,000 random and tie-heavy rows of each convention: the same experts in the same order, the same weights."""
+def test_convention_equals_its_peer(convention: str) -> None:
+    """10,000 random and tie-heavy rows have the same experts in the same order, and the same weights."""
     compared = 0
     settings = FEW[convention]
     for i, at in enumerate(settings):
@@ -344,9 +348,9 @@ def test_convention_is_its_peer(convention: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_model_is_its_router_in_transformers(model: str) -> None:
-    """In float64 the same experts, and weights to the last digits; of bf16 and fp16 logits the dtype of its weights and
-    their values to a rounding."""
+def test_model_equals_its_router_in_transformers(model: str) -> None:
+    """Experts are equal in float64, and weights agree to the last digits; for bf16 and fp16 logits, weights have the
+    model's dtype and agree to a rounding."""
     for i, at in enumerate(FEW[model]):
         x, bias = cases(at, 2000, seed=i)
         x = torch.cat([x.double(), torch.randn(2000, at.experts, dtype=torch.float64)])
@@ -367,13 +371,13 @@ def test_model_is_its_router_in_transformers(model: str) -> None:
             torch.testing.assert_close(got.weights[same], weights[same], rtol=rtol, atol=1e-7)
 
 
-def test_a_model_has_what_its_router_has() -> None:
-    """No bias of the choice beside a softmax, no groups but DeepSeek's; what else is asked for is said."""
+def test_models_support_only_the_options_of_their_routers() -> None:
+    """A bias of the choice with softmax, and groups without group_score, raise; explicit arguments work."""
     x = torch.randn(4, 12)
     for model in ("qwen3", "mixtral", "gpt_oss"):
         with pytest.raises(ValueError, match=f"'{model}' has none for softmax.*weft.router_linear"):
             weft.route(x, 2, convention=model, bias=torch.zeros(12))
-        with pytest.raises(ValueError, match=f"'{model}' does not say how to score a group"):
+        with pytest.raises(ValueError, match=f"'{model}' does not define the score of a group"):
             weft.route(x, 2, convention=model, groups=3, group_topk=1)
         assert weft.route(
             x, 2, convention=model, groups=3, group_topk=1, group_score="max"
@@ -384,33 +388,33 @@ def test_a_model_has_what_its_router_has() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("convention", LIBRARIES)
-def test_every_combination_is_its_peer(convention: str) -> None:
+def test_every_combination_equals_its_peer(convention: str) -> None:
     for i, (name, at) in enumerate(many()):
         if name == convention:
             compare(convention, at, 400, seed=i)
 
 
-# ---- the conventions are different --------------------------------------------------------------------------
+# ---- the conventions differ ---------------------------------------------------------------------------------
 
 
 def telling(first: str, second: str) -> tuple[Settings, Tensor, Tensor | None]:
-    """A case that two conventions answer differently, and why."""
+    """Return a case that two conventions answer differently."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(200, 128, generator=draw)
     pair = {first, second}
-    if "megatron" in pair:  # the four best of a group, and not its two best or its best
+    if "megatron" in pair:  # a group's four best, not its two best or its best
         return Settings("sigmoid", 128, 8, 8, 2, renormalize=True), x, None
-    if pair == {"torchtitan", "vllm"}:  # without bias: the two best of a group, or its best
+    if pair == {"torchtitan", "vllm"}:  # without a bias: a group's two best, or its best
         return Settings("sigmoid", 128, 8, 8, 4, renormalize=True), x, None
-    if pair == {"torchtitan", "sglang"}:  # the scale belongs to renormalising
+    if pair == {"torchtitan", "sglang"}:  # sglang scales only if it renormalizes
         return Settings("sigmoid", 128, 8, scale=2.5), x, None
-    # vllm and sglang: all weights underflow, and one of them divides by nothing
+    # vllm and sglang: all weights underflow, and vllm divides by zero
     return Settings("sigmoid", 128, 8, renormalize=True), x - 200, None
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(LIBRARIES, 2)])
-def test_no_two_conventions_are_confused(first: str, second: str) -> None:
-    """Of any two there is a case in which one is not the other: the comparison above would notice a mix-up."""
+def test_all_pairs_of_conventions_differ(first: str, second: str) -> None:
+    """Every pair of conventions has a case that tells them apart, so the comparison above would detect a mix-up."""
     at, x, bias = telling(first, second)
     mine = ours(first, x, bias, at)
     right, wrong = (PEERS[name](x, bias, at) for name in (first, second))
@@ -421,15 +425,15 @@ def test_no_two_conventions_are_confused(first: str, second: str) -> None:
     assert other_experts > 0.3 or same_weights < 0.1
 
 
-def test_groups_are_scored_by_the_best_share_the_two_best_or_the_best() -> None:
-    """Bug G4, as far as published: sum of two against maximum differs for half of the tokens."""
+def test_group_scores_differ() -> None:
+    """Scoring by the sum of two or by the maximum differs for half of the tokens."""
     x = torch.randn(2000, 256, generator=torch.Generator().manual_seed(0))
-    found = {}
+    chosen = {}
     for kind in ("share", "top2", "max"):
-        found[kind] = (
+        chosen[kind] = (
             weft.route(x, 8, score="sigmoid", groups=8, group_topk=2, group_score=kind).indices.sort(1).values
         )
-    for a, b in itertools.combinations(found.values(), 2):
+    for a, b in itertools.combinations(chosen.values(), 2):
         assert (a != b).any(1).float().mean() > 0.3
     same = weft.route(x, 8, score="sigmoid", groups=8, group_topk=4, group_score="share").indices
     assert torch.equal(
@@ -437,8 +441,8 @@ def test_groups_are_scored_by_the_best_share_the_two_best_or_the_best() -> None:
     )
 
 
-def test_masked_groups_count_as_zero_with_sglang_alone() -> None:
-    """The allowed group's scores underflow to zero: those of the other group tie with them, at lower indices."""
+def test_masked_groups_count_as_zero_only_with_sglang() -> None:
+    """The allowed group's scores underflow to zero, so the other group's tie with them at lower indices."""
     x = torch.full((1, 8), -200.0)
     x[0, 7] = 1.0
     args = {"score": "sigmoid", "groups": 2, "group_topk": 1}
@@ -446,15 +450,15 @@ def test_masked_groups_count_as_zero_with_sglang_alone() -> None:
     assert weft.route(x, 3, convention="sglang", **args).indices.tolist() == [[7, 0, 1]]
 
 
-def test_renormalising_without_epsilon() -> None:
-    """Bug G5: what vLLM does if every weight underflows; the others divide by 1e-20."""
+def test_renormalizing_without_epsilon() -> None:
+    """If every weight underflows, vLLM divides by zero; the others divide by 1e-20."""
     x = torch.full((2, 8), -200.0)
     for convention in LIBRARIES:
         weights = weft.route(x, 2, convention=convention, score="sigmoid", renormalize=True).weights
         assert weights.isnan().all() if convention == "vllm" else not weights.count_nonzero()
 
 
-def test_megatron_renormalises_scores_that_are_no_softmax() -> None:
+def test_megatron_renormalizes_scores_other_than_softmax() -> None:
     x = torch.randn(50, 16)
     sums = {
         (score, k, post): weft.route(x, k, score=score, post_softmax=post).weights.sum(1)
@@ -476,13 +480,13 @@ def test_megatron_renormalises_scores_that_are_no_softmax() -> None:
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus", "softmax"])
-def test_the_bias_never_reaches_the_weights(score: str) -> None:
-    """Bugs G1, G3: scores below 1e-3 and a bias of about 2. As (s + b) - b they would be lost."""
+def test_the_bias_never_affects_the_weights(score: str) -> None:
+    """Scores below 1e-3 survive a bias of about 2; computed as (s + b) - b they would be lost."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(300, 64, generator=draw) - (
         9.0 if score == "sigmoid" else 16.0 if score == "sqrtsoftplus" else 0.0
     )
-    x[:, 1::2] = x[:, ::2]  # and every score twice
+    x[:, 1::2] = x[:, ::2]  # every score occurs twice
     bias = torch.randn(64, generator=draw) + 2
     got = weft.route(x, 6, convention="torchtitan", score=score, bias=bias)  # type: ignore[arg-type]
     exact = scores_truth(x.double(), score)
@@ -490,18 +494,18 @@ def test_the_bias_never_reaches_the_weights(score: str) -> None:
     if score != "softmax":
         assert exact.max() < 5e-2
     torch.testing.assert_close(got.weights.double(), exact.gather(1, chosen), rtol=3e-6, atol=0)
-    assert (chosen != topk(exact, 6)).any(1).float().mean() > 0.9, "the bias had nothing to say"
-    # The weights are bit for bit those that the same experts have without a bias.
+    assert (chosen != topk(exact, 6)).any(1).float().mean() > 0.9, "the bias had no effect"
+    # The weights equal those of the same experts without a bias, bit for bit.
     every = weft.route(x, 64, convention="torchtitan", score=score)  # type: ignore[arg-type]
-    whole = torch.empty(300, 64).scatter_(1, every.indices.long(), every.weights)
-    assert torch.equal(got.weights, whole.gather(1, chosen))
+    unbiased = torch.empty(300, 64).scatter_(1, every.indices.long(), every.weights)
+    assert torch.equal(got.weights, unbiased.gather(1, chosen))
 
 
 @pytest.mark.parametrize(
     ("score", "experts"), covering(("softmax", "sigmoid", "sqrtsoftplus"), (5, 64, 200), together=1)
 )
 def test_every_row_has_k_different_experts(score: str, experts: int) -> None:
-    """Bug G2: rows that are all equal, huge, infinite or NaN."""
+    """This holds for rows that are all equal, huge, infinite or NaN."""
     values = (0.0, -0.0, 1.0, 1e6, -1e6, 3e38, -3e38, 1e-42, torch.inf, -torch.inf, torch.nan, -torch.nan)
     rows = [torch.full((experts,), value) for value in values]
     mixed = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf]).repeat(experts)[:experts]
@@ -516,8 +520,8 @@ def test_every_row_has_k_different_experts(score: str, experts: int) -> None:
         assert got.counts.sum() == k * len(x)
 
 
-def test_nan_shows() -> None:
-    """A NaN among the logits is chosen first, and seen in the weights; the other rows do not notice."""
+def test_nan_is_visible_in_the_weights() -> None:
+    """A NaN logit is chosen first and makes its row's weights NaN; other rows are unaffected."""
     x = torch.randn(4, 16)
     clean = weft.route(x, 4, score="sigmoid")
     x[2, 9] = torch.nan
@@ -536,15 +540,15 @@ def test_the_best_comes_first() -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
-def test_a_token_is_routed_alike_in_any_batch(target: str) -> None:
+def test_a_token_is_routed_equally_in_any_batch(target: str) -> None:
     x = torch.randn(70, 48)
     options = {"score": "sigmoid", "groups": 4, "group_topk": 2, "bias": torch.randn(48)}
     with choosing_for(target):
-        whole = weft.route(x, 4, **options)
+        batch = weft.route(x, 4, **options)
         for rows in (1, 2, 33):
             part = weft.route(x[5 : 5 + rows], 4, **options)
-            assert torch.equal(part.indices, whole.indices[5 : 5 + rows])
-            assert torch.equal(part.weights, whole.weights[5 : 5 + rows])
+            assert torch.equal(part.indices, batch.indices[5 : 5 + rows])
+            assert torch.equal(part.weights, batch.weights[5 : 5 + rows])
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------
@@ -567,7 +571,7 @@ SIZES = [
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value,
 )
 def test_sizes(target: str, size: tuple[int, int, int]) -> None:
-    """Bug B10: any number of experts and any k; several rows to a program, and several programs."""
+    """Any number of experts and any k work, with several rows per program and several programs."""
     rows, experts, k = size
     x = torch.randn(rows, experts, generator=torch.Generator().manual_seed(experts))
     with choosing_for(target):
@@ -626,7 +630,7 @@ def near(got: Tensor, expected: Near) -> None:
 def check(
     x: Tensor, k: int, rule: Rule, options: dict[str, Any], names: tuple[str, ...] = UPSTREAMS
 ) -> Tensor:
-    """Weights, scores, losses and the gradient of logits against float64."""
+    """Check weights, scores, losses and the gradient of logits against float64."""
     leaf = x.detach().requires_grad_()
     got = weft.route(leaf, k, balance_coefficient=0.7, z_coefficient=0.3, return_scores=True, **options)
     gradients = upstream(got, names)
@@ -635,7 +639,7 @@ def check(
     expected = route_truth(x, got.indices, got.score_counts, rule, gradients, 0.7, 0.3)
     for name, wanted in expected.items():
         near(dlogits if name == "dlogits" else getattr(got, name), wanted)
-    # The k best are the k best: no expert that is left out is better.
+    # No expert that was not chosen is better.
     flat = x.reshape(-1, x.shape[-1])
     chosen = got.indices.reshape(-1, k).long()
     assert torch.equal(got.counts.long(), torch.bincount(chosen.flatten(), minlength=x.shape[-1]))
@@ -646,7 +650,7 @@ def check(
 
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients(rule: str) -> None:
-    """Bugs D11, E1: random upstream gradients of the weights, of the scores and of both losses together."""
+    """Upstream gradients of the weights, the scores and both losses are random and applied together."""
     check(torch.randn(37, 40, generator=torch.Generator().manual_seed(2)) * 2, 5, *RULES[rule])
 
 
@@ -660,14 +664,14 @@ def test_gradients_of_some_outputs(rule: str, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("rule", ["softmax-post", "sigmoid"])
-def test_gradients_as_on(target: str, rule: str) -> None:
+def test_gradients_on_gpus(target: str, rule: str) -> None:
     with choosing_for(target):
         check(torch.randn(37, 40, generator=torch.Generator().manual_seed(2)), 5, *RULES[rule])
 
 
 @pytest.mark.parametrize("shift", [1e4, -1e4])
-def test_softmax_does_not_mind_a_shift(shift: float) -> None:
-    """Bug F1."""
+def test_softmax_is_invariant_to_a_shift(shift: float) -> None:
+    """Adding a constant to all logits changes neither choice nor weights."""
     x = (torch.randn(20, 32) * 64).round() / 64
     for options in ({}, {"post_softmax": False}):
         plain, shifted = (weft.route(t, 4, z_coefficient=1.0, **options) for t in (x, x + shift))
@@ -678,14 +682,14 @@ def test_softmax_does_not_mind_a_shift(shift: float) -> None:
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 def test_gradients_where_scores_vanish(score: str) -> None:
-    """Logits of -200 and 200: no gradient, and no NaN."""
+    """Logits of -200 and 200 have finite gradients."""
     x = torch.tensor([[-200.0, 200.0, 0.0, 1.0], [-200.0, -200.0, -200.0, -200.0]], requires_grad=True)
     weft.route(x, 2, score=score).weights.sum().backward()  # type: ignore[arg-type]
     assert x.grad.isfinite().all()
 
 
 def test_balance_loss_counts_a_plain_top_k() -> None:
-    """n takes neither bias nor groups: it is not the number of tokens that were sent."""
+    """n ignores bias and groups, so it differs from the number of routed tokens."""
     draw = torch.Generator().manual_seed(0)
     x, bias = torch.randn(200, 32, generator=draw), torch.randn(32, generator=draw)
     got = weft.route(x, 4, score="sigmoid", bias=bias, groups=4, group_topk=2, balance_coefficient=1e-2)
@@ -700,14 +704,14 @@ def test_balance_loss_counts_a_plain_top_k() -> None:
     torch.testing.assert_close(got.score_sums.double(), share.sum(0), rtol=1e-6, atol=0)
 
 
-def test_balance_loss_of_a_uniform_router_is_its_coefficient() -> None:
+def test_balance_loss_of_a_uniform_router_equals_its_coefficient() -> None:
     x = torch.eye(8).repeat(4, 1) * 1e-3  # every expert once in a while the best, all of nearly equal score
     loss = weft.route(x, 1, post_softmax=False, balance_coefficient=0.25).balance_loss
     torch.testing.assert_close(loss, torch.tensor(0.25), rtol=1e-5, atol=0)
 
 
 def test_balance_loss_over_two_ranks() -> None:
-    """Counts added up over ranks, each with its own score_sums: the loss and the gradient of all tokens."""
+    """Counts summed over ranks, times each rank's score_sums, give the gradient over all tokens."""
     x = torch.randn(60, 16, generator=torch.Generator().manual_seed(0))
     leaf = x.clone().requires_grad_()
     weft.route(leaf, 2, balance_coefficient=0.5).balance_loss.backward()
@@ -719,7 +723,7 @@ def test_balance_loss_over_two_ranks() -> None:
     torch.testing.assert_close(torch.cat([r.grad for r in ranks]), leaf.grad, rtol=1e-5, atol=1e-9)
 
 
-def test_losses_are_left_out_unless_asked_for() -> None:
+def test_losses_are_none_by_default() -> None:
     got = weft.route(torch.randn(4, 8), 2)
     assert (got.balance_loss, got.z_loss, got.score_sums, got.score_counts) == (None,) * 4
 
@@ -763,7 +767,7 @@ def run(x: Tensor, dweights: Tensor, dscores: Tensor | None = None, **options: A
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    """Any strides of logits, bias and gradient (bugs E2, E3, E4)."""
+    """Any strides of logits, bias and gradients give the bits of contiguous ones."""
     x, dweights, bias = torch.randn(21, 48), torch.randn(21, 4), torch.randn(48)
     laid_out = layout(x)
     assert_same(run(laid_out, dweights), run(laid_out.contiguous().clone(), dweights), "logits")
@@ -810,7 +814,7 @@ def test_deterministic(target: str) -> None:
 
 
 def test_launches() -> None:
-    """One launch and the sums over programs; one alone for what one program holds; one backward."""
+    """Forward takes one launch, plus the sums over programs unless there is only one; backward takes one."""
     for rows, kernels in ((8192, ["route_kernel", "route_totals_kernel"]), (2, ["route_kernel"])):
         x = torch.empty(rows, 256, device="meta", requires_grad=True)
         with recording("sm_90") as seen:
@@ -836,19 +840,19 @@ def test_gradcheck_of_the_reference(rule: str) -> None:
 
 def test_opcheck() -> None:
     x = torch.randn(9, 48, requires_grad=True)
-    how = Weighing("sigmoid", post_softmax=False, renormalize=True, eps=1e-20, scale=1.5)
+    weighing = Weighing("sigmoid", post_softmax=False, renormalize=True, eps=1e-20, scale=1.5)
     groups = Groups(number=4, topk=2, best=2, masked_is_zero=False)
-    a = RouteArgs(x, torch.randn(48), 4, how, groups, torch.float32, torch.int64, True, True, True)
+    a = RouteArgs(x, torch.randn(48), 4, weighing, groups, torch.float32, torch.int64, True, True, True)
     op = weft.catalogue["route"]
     torch.library.opcheck(op.overload, op.arguments.flatten(a))
     gradients = (torch.randn(9, 4), torch.randn(9, 48), torch.randn(48), torch.randn(()))
     backward = weft.catalogue["route_backward"]
-    b = RouteBackwardArgs(x.detach(), op(a).indices, *gradients, how)
+    b = RouteBackwardArgs(x.detach(), op(a).indices, *gradients, weighing)
     torch.library.opcheck(backward.overload, backward.arguments.flatten(b))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_is_eager(backend: str) -> None:
+def test_compiled_equals_eager(backend: str) -> None:
     torch._dynamo.reset()
 
     def f(x: Tensor, bias: Tensor) -> Any:
@@ -861,17 +865,17 @@ def test_compiled_is_eager(backend: str) -> None:
     bias = torch.randn(48)
     for rows in (5, 33):
         x = torch.randn(rows, 48)
-        found = []
+        results = []
         for g in (f, compiled):
             leaf = x.clone().requires_grad_()
             weights, balance, z, indices, counts = g(leaf, bias)
             ones = torch.ones(())
             (grad,) = torch.autograd.grad((weights, balance, z), leaf, (x[:, :4], ones, ones))
-            found.append({"w": weights, "i": indices, "n": counts, "z": z, "grad": grad})
-        assert_same(found[1], found[0], "compiled")
+            results.append({"w": weights, "i": indices, "n": counts, "z": z, "grad": grad})
+        assert_same(results[1], results[0], "compiled")
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x, bias = torch.randn(4, 12), torch.randn(12)
     wrong: list[tuple[dict[str, Any], str]] = [
         (
@@ -887,7 +891,7 @@ def test_what_is_refused() -> None:
         ({"bias": bias[:5], "score": "sigmoid"}, "bias must have the shape"),
         ({"groups": 5, "group_topk": 1}, "groups must divide"),
         ({"groups": 4}, "group_topk must be from 1"),
-        ({"groups": 4, "group_topk": 3}, "group_topk must not be above k"),
+        ({"groups": 4, "group_topk": 3}, "group_topk must not exceed k"),
         ({"groups": 12, "group_topk": 2, "group_score": "top2"}, "sum of its 2 best experts"),
         (
             {"groups": 4, "group_topk": 1, "k": 4, "group_score": "max"},

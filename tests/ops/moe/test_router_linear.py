@@ -1,4 +1,4 @@
-"""The router's projection: as accurate as fp32, on every path, for every layout."""
+"""The router's projection is as accurate as fp32, on every path and for every layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs(
     weight_dtype: torch.dtype = FP32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, bias and an upstream gradient."""
+    """Draw x, weight, bias and an upstream gradient."""
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(shape, generator=draw)  # noqa: E731
     return (
@@ -65,7 +65,7 @@ SIZES = [(1, 1, 1), (2, 3, 2), (17, 33, 5), (40, 96, 160), (129, 65, 257), (65, 
 
 @pytest.mark.parametrize(("rows", "cols", "experts"), SIZES)
 def test_sizes(rows: int, cols: int, experts: int) -> None:
-    """Bug B4: one past every tile, in every dimension."""
+    """Sizes exceed a tile by one, in every dimension."""
     x, weight, bias, dy = inputs(rows, cols, experts)
     got = run(x, weight, bias, dy)
     for name, near in router_linear_truth(x, weight, bias, dy).items():
@@ -73,13 +73,13 @@ def test_sizes(rows: int, cols: int, experts: int) -> None:
 
 
 DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, FP16)]
-# A target chooses tiles, whatever the dtypes are.
+# Tiles depend on the target, not on the dtypes.
 ON_TARGETS = covering(DTYPES, ("cpu", "sm_90", "gfx942"), together=1)
 
 
 @pytest.mark.parametrize(("dtypes", "target"), ON_TARGETS)
 def test_dtypes_on(target: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Products of fp32 numbers and products of bf16 parts, in tiles for each target: the same budget."""
+    """fp32 products and products of bf16 parts meet the same error bound, in the tiles of each target."""
     x_dtype, weight_dtype = dtypes
     with choosing_for(target):
         got = check(*inputs(70, 1100, 36, x_dtype, weight_dtype))
@@ -87,20 +87,20 @@ def test_dtypes_on(target: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None
 
 
 def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Root mean square and largest, relative to the root mean square of the truth."""
+    """Return the root mean square and largest error, relative to the root mean square of the truth."""
     error = (got.double() - truth) / truth.square().mean().sqrt()
     return error.square().mean().sqrt().item(), error.abs().max().item()
 
 
 def tf32(x: Tensor) -> Tensor:
-    """Rounded to TF32's eleven bits, as a matrix unit reads it."""
+    """Round to TF32's eleven bits, as a matrix unit does."""
     bits = x.float().view(torch.int32)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
 @pytest.mark.parametrize(("rows", "target"), covering((192, 9000), ("sm_90", "cpu"), together=1))
 def test_error_is_no_larger_than_that_of_fp32(target: str, rows: int) -> None:
-    """Bug F8. Beside F.linear in fp32, in TF32 and in bf16, against float64: y, dx (kept in fp32) and dweight."""
+    """y, dx (in fp32) and dweight are compared with F.linear in fp32, TF32 and bf16, all against float64."""
     cols, experts = (2048, 64) if rows < 1000 else (256, 16)  # few rows are split over columns, many are not
     x, weight, _, dy = inputs(rows, cols, experts)
     with choosing_for(target):
@@ -109,27 +109,27 @@ def test_error_is_no_larger_than_that_of_fp32(target: str, rows: int) -> None:
         dx = run(x.float(), weight, None, dy)["dx"]
     xf = x.float()
     rounded = {"fp32": lambda t: t, "tf32": tf32, "bf16": lambda t: t.bfloat16().float()}
-    for name, mine, product in (
+    for name, result, product in (
         ("y", got["y"], lambda f: F.linear(f(xf), f(weight))),
         ("dx", dx, lambda f: f(dy) @ f(weight)),
         ("dweight", got["dweight"], lambda f: f(dy).t() @ f(xf)),
     ):
         truth = product(lambda t: t.double())
-        own = errors(mine, truth)
-        theirs = {kind: errors(product(f).float(), truth) for kind, f in rounded.items()}
+        error = errors(result, truth)
+        baselines = {kind: errors(product(f).float(), truth) for kind, f in rounded.items()}
         print(
-            f"{target} {rows} {name}: weft {own[0]:.2e} {own[1]:.2e}",
-            *(f"{k} {v[0]:.2e}" for k, v in theirs.items()),
+            f"{target} {rows} {name}: weft {error[0]:.2e} {error[1]:.2e}",
+            *(f"{k} {v[0]:.2e}" for k, v in baselines.items()),
         )
-        # Sums as short as these differ by luck: a tenth in the mean, and half in the worst of many thousands.
-        assert own[0] <= 1.1 * theirs["fp32"][0], name
-        assert own[1] <= 1.5 * theirs["fp32"][1], name
-        assert own[0] < 0.05 * theirs["tf32"][0], name
-        assert theirs["tf32"][0] < theirs["bf16"][0], name
+        # Errors of sums this short vary by chance: 10% in the mean, and 50% in the worst of many thousands.
+        assert error[0] <= 1.1 * baselines["fp32"][0], name
+        assert error[1] <= 1.5 * baselines["fp32"][1], name
+        assert error[0] < 0.05 * baselines["tf32"][0], name
+        assert baselines["tf32"][0] < baselines["bf16"][0], name
 
 
 def test_large_and_small_terms() -> None:
-    """Sums in which large terms cancel: no part of an operand may be missing."""
+    """Large terms cancel, so a missing part of an operand would show."""
     x = torch.ones(16, 64).bfloat16()
     weight = torch.zeros(16, 64)
     weight[:, 0], weight[:, 1], weight[:, 2] = 2.0**23 + 1, -(2.0**23), 2.0**-20
@@ -141,7 +141,7 @@ def test_large_and_small_terms() -> None:
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_special_values(target: str) -> None:
-    """The largest numbers, infinities and NaN in a weight: in parts as in one piece."""
+    """Splitting into parts preserves the largest values, infinities and NaN of a weight."""
     largest = torch.finfo(FP32).max
     x, weight, _, _ = inputs(16, 64, 16)
     for special in (largest, -largest, torch.inf, -torch.inf, torch.nan):
@@ -163,16 +163,16 @@ def test_special_values(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
-def test_same_bits_whatever_the_number_of_rows(target: str) -> None:
-    """A token's logits depend on nothing but the token, as long as the columns are split or as long as they are not."""
+def test_same_bits_for_any_number_of_rows(target: str) -> None:
+    """A token's logits depend only on the token, among batches that all split the columns or all do not."""
     x, weight, bias, _ = inputs(300, 1100, 20)
     with choosing_for(target):
-        whole = weft.router_linear(x, weight, bias)
+        batch = weft.router_linear(x, weight, bias)
         for rows in (1, 2, 63, 64, 65):
-            assert torch.equal(weft.router_linear(x[7 : 7 + rows], weight, bias), whole[7 : 7 + rows])
+            assert torch.equal(weft.router_linear(x[7 : 7 + rows], weight, bias), batch[7 : 7 + rows])
 
 
-def test_columns_are_split_for_few_rows_alone() -> None:
+def test_columns_are_split_only_for_few_rows() -> None:
     weight = torch.empty(256, 2048, device="meta")
     for rows, kernels in ((64, ["router_linear_kernel", "_sum_kernel"]), (8192, ["router_linear_kernel"])):
         with recording("sm_90") as seen:
@@ -195,7 +195,7 @@ def test_deterministic(target: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    """Any strides of any tensor, those of the gradient among them (bugs E2, E3, E4)."""
+    """Any strides of any tensor, including the upstream gradient, give the bits of contiguous ones."""
     args = list(inputs(21, 48, 12))
     for i, tensor in enumerate(args):
         if tensor.dim() == 1 and layout.__name__ in ("expanded",):
@@ -212,8 +212,8 @@ def test_leading_dimensions() -> None:
     shaped = run(x.view(2, 3, 4, 48), weight, bias, dy.view(2, 3, 4, 12))
     assert shaped["y"].shape == (2, 3, 4, 12)
     assert_same({n: t.reshape(wanted[n].shape) for n, t in shaped.items()}, wanted, "leading dimensions")
-    turned = x.view(2, 12, 48).transpose(0, 1)
-    y = weft.router_linear(turned, weight, bias)
+    transposed = x.view(2, 12, 48).transpose(0, 1)
+    y = weft.router_linear(transposed, weight, bias)
     assert torch.equal(y.transpose(0, 1).reshape(24, 12), wanted["y"])
 
 
@@ -225,7 +225,7 @@ def test_offsets_have_64_bits() -> None:
 
 @pytest.mark.parametrize("wanted", range(8))
 def test_gradients_of_a_subset(wanted: int) -> None:
-    """Bugs D8, D9."""
+    """Any subset of the inputs may need gradients."""
     x, weight, bias, dy = inputs(33, 48, 12)
     full = run(x, weight, bias, dy)
     tensors = {"x": x, "weight": weight, "bias": bias}
@@ -254,21 +254,21 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 
 
 def test_no_columns() -> None:
-    """Bug C3."""
+    """Without columns, the result is the bias."""
     y = weft.router_linear(torch.empty(5, 0, dtype=BF16), torch.empty(12, 0), torch.arange(12.0))
     assert torch.equal(y, torch.arange(12.0).expand(5, 12))
 
 
 def test_no_copy_of_the_activations() -> None:
-    """Nothing as large as x in fp32 is allocated, forward or backward."""
+    """Neither forward nor backward allocates a tensor as large as x in fp32."""
     x, weight, bias, dy = inputs(600, 512, 16)
     sizes: list[int] = []
     empty = torch.empty
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        sizes.append(made.numel() * made.element_size())
-        return made
+        tensor = empty(*args, **kwargs)
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", watched)
@@ -291,7 +291,7 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_is_eager(backend: str) -> None:
+def test_compiled_equals_eager(backend: str) -> None:
     torch._dynamo.reset()
 
     def f(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -300,12 +300,12 @@ def test_compiled_is_eager(backend: str) -> None:
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
     for rows in (5, 33):
         x, weight, bias, dy = inputs(rows, 48, 12)
-        found = []
+        results = []
         for g in (f, compiled):
             leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
             y = g(*leaves)
-            found.append({"y": y, **dict(zip("xwb", torch.autograd.grad(y, leaves, dy), strict=True))})
-        assert_same(found[1], found[0], "compiled")
+            results.append({"y": y, **dict(zip("xwb", torch.autograd.grad(y, leaves, dy), strict=True))})
+        assert_same(results[1], results[0], "compiled")
 
 
 def test_autocast_changes_nothing() -> None:
@@ -315,13 +315,13 @@ def test_autocast_changes_nothing() -> None:
         assert_same(run(*args), wanted, "autocast")
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x, weight, bias, _ = inputs(4, 48, 12)
     for wrong, message in (
         ((x, weight[:, :40], bias), r"\[E, H\]"),
         ((x, weight[0], bias), r"\[E, H\]"),
         ((x, weight, bias[:3]), r"bias must have the shape \(12,\)"),
-        ((x, weight[:0], None), "one or more experts"),
+        ((x, weight[:0], None), "at least one; got none"),
         ((x.int(), weight, None), "x must be bfloat16"),
         ((x, weight.to("meta"), None), "weight must be on cpu"),
     ):

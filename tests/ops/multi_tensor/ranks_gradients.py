@@ -1,5 +1,5 @@
-"""What each rank of a group runs for `test_gradients`: `python ranks_gradients.py RANK WORLD DIRECTORY` saves its
-results there. Every rank draws the same whole tensors, and takes its part of them."""
+"""Script that each rank of `test_gradients` runs: `python ranks_gradients.py RANK WORLD DIRECTORY` saves its results
+there. Every rank draws the same full tensors and takes its shard of them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ STEPS = 3
 
 # ---- placements ----------------------------------------------------------------------------------------
 
-# A shape, and how it is placed on a mesh: a number is a dimension that is cut, "r" is replicated, "p" partial.
+# A shape and its placements on a mesh: a number is a sharded dimension, "r" is replicated, "p" partial.
 Placed = tuple[tuple[int, ...], tuple[int | str, ...]]
 
 PLACEMENTS: dict[str, tuple[Placed, ...]] = {
     "sharded": (((8, 6), (0,)), ((3, 10), (1,)), ((12,), (0,))),
-    # Fewer rows than ranks: nothing first, in the middle and last.
+    # Fewer rows than ranks: shards are empty at the start, in the middle and at the end.
     "empty shards": (((1, 5), (0,)), ((2, 3), (0,)), ((8,), (0,)), ((3, 1), (1,))),
     "replicated": (((8, 6), ("r",)), ((5,), ("r",))),
     "partial": (((8, 6), ("p",)), ((5,), ("p",))),
@@ -61,78 +61,78 @@ def placements_of(world: int) -> dict[str, tuple[Placed, ...]]:
     return PLACEMENTS | (ON_TWO_DIMENSIONS if world == 4 else {})
 
 
-def whole(placed: tuple[Placed, ...]) -> list[Tensor]:
-    """The tensors before they are cut, with zeros among their numbers, and one that is not distributed."""
+def full_tensors(placed: tuple[Placed, ...]) -> list[Tensor]:
+    """Return the full tensors, some elements of which are zero, and one tensor that is not distributed."""
     generator = torch.Generator().manual_seed(7)
     shapes = [*(shape for shape, _ in placed), (11,)]
-    made = [torch.randn(shape, generator=generator) for shape in shapes]
-    for t in made:
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    for t in tensors:
         t.flatten()[::5] = 0.0
-    return made
+    return tensors
 
 
 def distributed(placed: tuple[Placed, ...], mesh: Any) -> list[Tensor]:
-    """This rank's part of them; the first becomes that of a parameter, the last is the same on all ranks."""
-    tensors = whole(placed)
-    made: list[Tensor] = []
-    for t, (_, how) in zip(tensors[:-1], placed, strict=True):
-        cut = [Shard(h) if isinstance(h, int) else Replicate() for h in how]
-        part = distribute_tensor(t, mesh, cut)
-        if "p" in how:
-            # Terms that are larger than their sum, which is exact.
+    """Return this rank's shards; the first is the gradient of a parameter, the last is the same on all ranks."""
+    tensors = full_tensors(placed)
+    shards: list[Tensor] = []
+    for t, (_, placements) in zip(tensors[:-1], placed, strict=True):
+        torch_placements = [Shard(h) if isinstance(h, int) else Replicate() for h in placements]
+        shard = distribute_tensor(t, mesh, torch_placements)
+        if "p" in placements:
+            # Terms are larger than their sum, which is exact.
             factor = 1.0
-            for dim, h in enumerate(how):
+            for dim, h in enumerate(placements):
                 if h == "p":
-                    place = mesh.get_local_rank(dim)
-                    factor *= 2.0 if place == 0 else -1.0 if place == 1 else 0.0
-            terms = [Partial() if h == "p" else c for h, c in zip(how, cut, strict=True)]
-            part = DTensor.from_local(
-                part.to_local() * factor, mesh, terms, shape=part.shape, stride=part.stride()
+                    rank = mesh.get_local_rank(dim)
+                    factor *= 2.0 if rank == 0 else -1.0 if rank == 1 else 0.0
+            terms = [Partial() if h == "p" else c for h, c in zip(placements, torch_placements, strict=True)]
+            shard = DTensor.from_local(
+                shard.to_local() * factor, mesh, terms, shape=shard.shape, stride=shard.stride()
             )
-        made.append(part)
-    parameter = nn.Parameter(torch.zeros_like(made[0]))
-    parameter.grad = made[0]
-    return [parameter, *made[1:], tensors[-1]]
+        shards.append(shard)
+    parameter = nn.Parameter(torch.zeros_like(shards[0]))
+    parameter.grad = shards[0]
+    return [parameter, *shards[1:], tensors[-1]]
 
 
 @contextmanager
 def counted() -> Iterator[list[Any]]:
-    """The groups of the collectives that Weft starts."""
-    seen: list[Any] = []
+    """Record the groups of the collectives that Weft starts."""
+    groups: list[Any] = []
     original = dist.all_reduce
 
     def all_reduce(tensor: Tensor, op: Any, group: Any) -> Any:
-        seen.append(group)
+        groups.append(group)
         return original(tensor, op, group)
 
     dist.all_reduce = all_reduce
     try:
-        yield seen
+        yield groups
     finally:
         dist.all_reduce = original
 
 
 def statistics(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for what, statistic in STATISTICS.items():
         with counted() as groups:
-            found[what] = statistic(distributed(placed, mesh))
-        assert len(groups) == len(set(groups)), "one collective for each group"
+            results[what] = statistic(distributed(placed, mesh))
+        assert len(groups) == len(set(groups)), "expected one collective per group"
     tensors = distributed(placed, mesh)
-    found["clip norm"] = weft.clip_grads_(iter(tensors), MAX_NORM)
-    found["norm after"] = weft.grad_norm(tensors)
+    results["clip norm"] = weft.clip_grads_(iter(tensors), MAX_NORM)
+    results["norm after"] = weft.grad_norm(tensors)
     gradients = [tensors[0].grad, *tensors[1:]]
-    found["clipped"] = [t.full_tensor() if isinstance(t, DTensor) else t for t in gradients]
-    found["parameter"] = tensors[0].detach().full_tensor()  # type: ignore[attr-defined]
-    return found
+    results["clipped"] = [t.full_tensor() if isinstance(t, DTensor) else t for t in gradients]
+    results["parameter"] = tensors[0].detach().full_tensor()  # type: ignore[attr-defined]
+    return results
 
 
 def compiled(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
-    """Clipped under torch.compile without a break, as `statistics` clips."""
+    """Clip as `statistics` does, under torch.compile without a graph break."""
     tensors = distributed(placed, mesh)
     gradients = [tensors[0].grad, *tensors[1:]]
     clip = torch.compile(
-        lambda *given: weft.clip_grads_(given, MAX_NORM), fullgraph=True, backend="aot_eager"
+        lambda *gradients_: weft.clip_grads_(gradients_, MAX_NORM), fullgraph=True, backend="aot_eager"
     )
     norm = clip(*gradients)
     return {
@@ -145,7 +145,7 @@ def compiled(placed: tuple[Placed, ...], mesh: Any) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """Parameters that do not divide evenly, one of a single number, and one that is frozen."""
+    """Model with parameters that do not divide evenly, one of a single element, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, clip: Callable[..., Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A few steps with gradients that are clipped: their norms, and the parameters in the end."""
+    """Train a few steps with clipping; return the norms and the final parameters."""
     x, target = (t.to(dtype) for t in batch())
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.3, momentum=0.9, foreach=False)
@@ -186,10 +186,10 @@ def train(model: nn.Module, clip: Callable[..., Any], dtype: torch.dtype = torch
         norm = clip(model.parameters(), MAX_NORM)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         optimizer.step()
-    found = {name: p.detach() for name, p in model.named_parameters()}
+    parameters_ = {name: p.detach() for name, p in model.named_parameters()}
     return {
         "norms": torch.stack(norms),
-        "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()},
+        "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters_.items()},
         "placements": {
             n: str(p.grad.placements)
             for n, p in model.named_parameters()
@@ -207,7 +207,7 @@ def sharded(mesh: Any) -> nn.Module:
 
 
 def tensor_parallel(mesh: Any) -> nn.Module:
-    """Tensor parallelism, with a norm whose gradients are sums over ranks, each of which has a part of the sequence."""
+    """Build the model with tensor parallelism and a sequence-parallel norm, whose gradients are sums over ranks."""
     model = block()
     plan = {
         "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
@@ -229,31 +229,31 @@ def both(mesh: Any) -> nn.Module:
 BY_TORCH = (
     "fully_shard",
     "replicas that are sharded",
-)  # torch refuses lists that are not of DTensors on one mesh
+)  # torch clips only lists of DTensors on one mesh
 
 
 def models_of(world: int) -> dict[str, Callable[[], nn.Module]]:
     def line(name: str) -> Any:
         return init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
 
-    made: dict[str, Callable[[], nn.Module]] = {
+    models: dict[str, Callable[[], nn.Module]] = {
         "fully_shard": lambda: sharded(line("dp")),
         "tensor parallel": lambda: tensor_parallel(line("tp")),
     }
     if world == 4:
-        made["replicas that are sharded"] = lambda: sharded(
+        models["replicas that are sharded"] = lambda: sharded(
             init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         )
-        made["both"] = lambda: both(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    return made
+        models["both"] = lambda: both(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    return models
 
 
 # ---- meshes and groups ---------------------------------------------------------------------------------
 
 
 def stages(rank: int, world: int) -> dict[str, Any]:
-    """Two pipeline stages of half the ranks each, whose parameters are sharded differently. The norm over all stages
-    needs their group, and takes as many numbers from a stage with one kind of placement as from one with three."""
+    """Compute norms over two pipeline stages of half the ranks each, with differently sharded parameters. The norm over
+    stages needs their group; a stage contributes one value, whether it has one kind of placement or three."""
     half = world // 2
     mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("pp", "dp"))
     stage, dp, pp = rank // half, mesh["dp"], mesh.get_group("pp")
@@ -266,26 +266,26 @@ def stages(rank: int, world: int) -> dict[str, Any]:
             torch.full((4,), 1.0),
         ]
     norm = weft.grad_norm(tensors, groups=(pp,))  # 16 + 3 + 2 + 4 = 25
-    # The group of their own mesh changes nothing for DTensors; of others it says that they are sharded: 4 on each rank.
-    again = weft.grad_norm(tensors, groups=(dp.get_group(), pp))
+    # Naming the mesh's own group changes nothing for DTensors, but declares plain tensors sharded: 4 on each rank.
+    with_mesh_group = weft.grad_norm(tensors, groups=(dp.get_group(), pp))
     kinds = weft.grad_norm([weft.Shards(tensors, (pp,)), weft.Shards([torch.tensor([12.0])])])
-    # A group of the same ranks that was made anew is the same.
-    anew = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))][stage]
-    alike = weft.grad_norm(tensors[:1], groups=(anew,))
+    # A new group of the same ranks counts as the same group.
+    new_groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))][stage]
+    same_ranks = weft.grad_norm(tensors[:1], groups=(new_groups,))
     everyone = distribute_tensor(torch.full((4,), 2.0), init_device_mesh("cpu", (world,)), [Shard(0)])
     line = weft.grad_norm([everyone, torch.full((4,), 1.0)], groups=(dist.new_group(list(range(world))),))
     return {
         "norm": norm,
-        "with the group of the mesh": again,
+        "with the group of the mesh": with_mesh_group,
         "with others": kinds,
-        "anew": alike,
+        "anew": same_ranks,
         "anew, of all ranks": line,
     }
 
 
 def kinds_of_tensors(rank: int, world: int) -> tuple[list[Tensor], list[weft.Shards]]:
-    """A matrix that tensor parallelism splits, a norm's weight that all ranks have, experts of which each has one, and
-    a kind that only the last rank has tensors of: the whole tensors, and this rank's part."""
+    """Return the full tensors and this rank's part: a tensor-parallel matrix, a replicated norm weight, one expert per
+    rank, and a tensor that only the last rank has."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((8, 6), (33,), (world, 50), (9,))
     matrix, weight, experts, late = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -304,32 +304,32 @@ def kinds_of_tensors(rank: int, world: int) -> tuple[list[Tensor], list[weft.Sha
 
 
 def over_groups(rank: int, world: int) -> dict[str, Any]:
-    """Without DTensors."""
+    """Compute statistics and clip over groups, without DTensors."""
     everyone = dist.group.WORLD
 
     def part() -> list[weft.Shards]:
         return [kind._replace(tensors=list(kind.tensors)) for kind in kinds_of_tensors(rank, world)[1]]
 
-    found: dict[str, Any] = {what: statistic(part()) for what, statistic in STATISTICS.items()}
+    results: dict[str, Any] = {what: statistic(part()) for what, statistic in STATISTICS.items()}
     kinds = part()
-    found["clip norm"] = weft.clip_grads_(kinds, MAX_NORM)
-    found["norm after"] = weft.grad_norm(kinds)
-    found["clipped"] = [t for kind in kinds for t in kind.tensors if t is not None]
-    found["before"] = [t for kind in part() for t in kind.tensors if t is not None]
+    results["clip norm"] = weft.clip_grads_(kinds, MAX_NORM)
+    results["norm after"] = weft.grad_norm(kinds)
+    results["clipped"] = [t for kind in kinds for t in kind.tensors if t is not None]
+    results["before"] = [t for kind in part() for t in kind.tensors if t is not None]
     mine = torch.tensor([math.nan if rank == 1 else 2.0])
-    found["of NaN"] = [weft.grad_norm([mine], order, groups=(everyone,)) for order in (1, 2, math.inf)]
-    found["any NaN"] = weft.any_nonfinite([mine], groups=(everyone,))
-    found["zeros of a rank's number"] = weft.count_zeros([torch.zeros(rank)], groups=(everyone,))
-    found["huge"] = weft.grad_norm([torch.tensor([2.0**100])], groups=(everyone,))
+    results["of NaN"] = [weft.grad_norm([mine], order, groups=(everyone,)) for order in (1, 2, math.inf)]
+    results["any NaN"] = weft.any_nonfinite([mine], groups=(everyone,))
+    results["zeros of a rank's number"] = weft.count_zeros([torch.zeros(rank)], groups=(everyone,))
+    results["huge"] = weft.grad_norm([torch.tensor([2.0**100])], groups=(everyone,))
     try:
         weft.clip_grads_([mine], 1.0, error_if_nonfinite=True, groups=(everyone,))
     except RuntimeError as error:
-        found["error"] = str(error)
-    return found
+        results["error"] = str(error)
+    return results
 
 
 def refused(world: int) -> list[str]:
-    """Messages about what cannot be clipped or added up, and that it was not."""
+    """Return the error messages for unsupported placements, after checking that nothing was written."""
     mesh = init_device_mesh("cpu", (world,))
     messages = []
     plain = torch.full((3,), 5.0)
@@ -350,25 +350,25 @@ def refused(world: int) -> list[str]:
     return messages
 
 
-def quantised(rank: int, world: int) -> dict[str, Any]:
-    """A DTensor whose pieces are QTensors, and a norm that torch made as a DTensor."""
+def quantized(rank: int, world: int) -> dict[str, Any]:
+    """Clip a DTensor with QTensor shards, and clip by a norm that torch computed as a DTensor."""
     mesh = init_device_mesh("cpu", (world,))
-    generators = [torch.Generator().manual_seed(piece) for piece in range(world)]
-    pieces = [weft.quantize(torch.randn(4, 256, generator=generator), "1x128") for generator in generators]
-    wanted = torch.cat([piece.dequantize() for piece in pieces])
-    q = DTensor.from_local(pieces[rank], mesh, [Shard(0)])
+    generators = [torch.Generator().manual_seed(shard) for shard in range(world)]
+    shards = [weft.quantize(torch.randn(4, 256, generator=generator), "1x128") for generator in generators]
+    wanted = torch.cat([shard.dequantize() for shard in shards])
+    q = DTensor.from_local(shards[rank], mesh, [Shard(0)])
     norm = weft.clip_grads_([q], MAX_NORM)
-    given = nn.Parameter(distribute_tensor(torch.zeros(world * 2), mesh, [Shard(0)]))
-    given.grad = distribute_tensor(torch.full((world * 2,), 3.0), mesh, [Shard(0)])
-    by_torch = nn.utils.get_total_norm([given.grad])
-    clipped = weft.clip_grads_([given], 1.0, norm=by_torch)
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(world * 2), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.full((world * 2,), 3.0), mesh, [Shard(0)])
+    by_torch = nn.utils.get_total_norm([parameter.grad])
+    clipped = weft.clip_grads_([parameter], 1.0, norm=by_torch)
     return {
         "norm": norm,
         "numbers": wanted,
         "spec": q.to_local().spec,
         "after": weft.grad_norm([q]),
         "plain norm": type(clipped) is Tensor,
-        "clipped": given.grad.full_tensor(),
+        "clipped": parameter.grad.full_tensor(),
     }
 
 
@@ -377,21 +377,21 @@ def main(rank: int, world: int, directory: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
     line = init_device_mesh("cpu", (world,))
     grid = init_device_mesh("cpu", (2, 2)) if world == 4 else None
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: statistics(placed, line if len(placed[0][1]) == 1 else grid)
         for name, placed in placements_of(world).items()
     }
     if world == 2:
-        found["compiled"] = compiled(PLACEMENTS["of every kind"], line)
+        results["compiled"] = compiled(PLACEMENTS["of every kind"], line)
     for name, make in models_of(world).items():
-        found[name] = train(make(), weft.clip_grads_)
+        results[name] = train(make(), weft.clip_grads_)
         if name in BY_TORCH:
-            found[f"{name}, by torch"] = train(make(), nn.utils.clip_grad_norm_)
-    found["groups"] = over_groups(rank, world)
-    found["refused"] = refused(world)
-    found["quantised"] = quantised(rank, world)
-    found["stages"] = stages(rank, world)
-    torch.save(found, directory / f"{rank}.pt")
+            results[f"{name}, by torch"] = train(make(), nn.utils.clip_grad_norm_)
+    results["groups"] = over_groups(rank, world)
+    results["refused"] = refused(world)
+    results["quantized"] = quantized(rank, world)
+    results["stages"] = stages(rank, world)
+    torch.save(results, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Statistics of many tensors and clipping: numbers, lists of every kind, tables of addresses, ranks."""
+"""Multi-tensor statistics and clipping: values, lists of every kind, and tables of addresses."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def check(tensors: list[Tensor], what: str) -> Tensor:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, zeros: bool = True) -> Tensor:
-    made = torch.randn(shape).to(dtype)
+    x = torch.randn(shape).to(dtype)
     if zeros:
-        made[torch.rand(shape) < 0.2] = 0.0
-    return made
+        x[torch.rand(shape) < 0.2] = 0.0
+    return x
 
 
 def mixed() -> list[Tensor]:
-    """Chunks that are whole, partial, shorter than a tile, of one element; tensors at any address; nothing at all."""
+    """Return tensors with full and partial chunks, at any address, of one element and empty."""
     return [
         draw(3 * CHUNK + 4321),
         draw(7, 5, dtype=torch.bfloat16),
@@ -64,13 +64,13 @@ def mixed() -> list[Tensor]:
     ]
 
 
-# ---- numbers -------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 @pytest.mark.parametrize("what", WHAT)
 def test_mixed_lists(what: str, target: str) -> None:
-    """Mixed dtypes (linghe reads bf16 as fp32 and counts 0 zeros of 128), sizes and alignments."""
+    """Lists may mix dtypes (linghe reads bf16 as fp32 and counts 0 of 128 zeros), sizes and alignments."""
     tensors = mixed()
     with choosing_for(target):
         check(tensors, what)
@@ -80,17 +80,16 @@ def test_mixed_lists(what: str, target: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("what", WHAT)
-def test_every_number_counts(what: str, dtype: torch.dtype) -> None:
-    """One number among those that do not count, at either end of tensor, chunk, tile, and before the first multiple of
-    16 bytes."""
+def test_every_element_counts(what: str, dtype: torch.dtype) -> None:
+    """A single element counts at either end of a tensor, chunk or tile, and before the first 16-byte boundary."""
     size = CHUNK + 700
     with choosing_for("cpu"):
         for offset in (0, 1):
-            for place in (0, 1, 511, 512, CHUNK - 1, CHUNK, CHUNK + 511, CHUNK + 512, size - 1):
+            for index in (0, 1, 511, 512, CHUNK - 1, CHUNK, CHUNK + 511, CHUNK + 512, size - 1):
                 x = torch.full((size + offset,), 1.0 if what == "zeros" else 0.0, dtype=dtype)[offset:]
-                x[place] = {"zeros": 0.0, "nonfinite": -torch.inf}.get(what, -2.5)
+                x[index] = {"zeros": 0.0, "nonfinite": -torch.inf}.get(what, -2.5)
                 got = STATISTICS[what]([x[:0], x])
-                assert got == {"zeros": 1, "nonfinite": True}.get(what, 2.5), (offset, place)
+                assert got == {"zeros": 1, "nonfinite": True}.get(what, 2.5), (offset, index)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,16 +112,16 @@ def test_nonfinite(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("what", ["norm1", "norm2", "norminf"])
 def test_infinite_and_nan(what: str) -> None:
-    """A NaN of either sign, in any chunk, wins over an infinity, and nothing else over both."""
+    """A NaN of either sign, in any chunk, dominates infinities, which dominate everything else."""
     norm = STATISTICS[what]
     for dtype in (torch.float32, torch.bfloat16):
         x = draw(2 * CHUNK + 5, dtype=dtype)
         x[3] = -torch.inf
         assert norm([x]) == torch.inf
-        for place in (0, CHUNK + 1, 2 * CHUNK + 4):
+        for index in (0, CHUNK + 1, 2 * CHUNK + 4):
             for nan in (torch.nan, -torch.nan):
                 y = x.clone()
-                y[place] = math.copysign(torch.nan, nan)
+                y[index] = math.copysign(torch.nan, nan)
                 assert norm([y]).isnan()
     negative = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
     assert negative.signbit()
@@ -131,11 +130,11 @@ def test_infinite_and_nan(what: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_square_overflows_or_vanishes(dtype: torch.dtype) -> None:
-    """Numbers of every magnitude, also side by side in one chunk and in several."""
+    """Elements of every magnitude are summed accurately, even next to each other in one chunk or in several."""
     for scale in (1e-44, 1e-38, 1e-30, 1e-22, 1e-13, 1e-6, 1e6, 1e13, 1e17, 1e19, 1e22, 1e30, 1e35):
         x = (torch.randn(CHUNK + 77, dtype=torch.float64) * scale).to(dtype)
         got, truth = weft.grad_norm([x]), x.double().norm()
-        smallest = 2.0**-149  # half of that is lost where the norm is subnormal
+        smallest = 2.0**-149  # up to half of it is lost if the norm is subnormal
         near(got, Near(truth, 4 * EPS32 * truth + smallest))
         small, large = x * 1e-3, torch.randn(5).to(dtype)
         truth = torch.cat([x.double(), small.double(), large.double()]).norm()
@@ -144,7 +143,7 @@ def test_no_square_overflows_or_vanishes(dtype: torch.dtype) -> None:
         assert weft.grad_norm([torch.tensor([2.0**exponent])]) == 2.0**exponent
 
 
-def test_norms_past_the_largest_number_are_infinite() -> None:
+def test_norms_above_the_largest_value_are_infinite() -> None:
     largest = torch.full((100,), torch.finfo(torch.float32).max)
     assert weft.grad_norm([largest[:1]]) == largest[0]
     for p in (1, 2):
@@ -156,7 +155,7 @@ def test_norms_past_the_largest_number_are_infinite() -> None:
 
 
 def test_errors_do_not_add_up() -> None:
-    """Equal numbers are rounded in one direction: torch's own norm of these on a CPU is off by 6e-4."""
+    """Equal elements round in one direction; torch's own norm of these is off by 6e-4 on a CPU."""
     x = torch.full((2**24 + 3,), 0.1)
     assert (weft.grad_norm([x]).double() / x.double().norm() - 1).abs() < 1e-6
     assert (weft.grad_norm([x], 1).double() / x.double().sum() - 1).abs() < 1e-6
@@ -165,7 +164,7 @@ def test_errors_do_not_add_up() -> None:
 
 
 def test_many_chunks() -> None:
-    """More of them than one tile of the last launch holds."""
+    """There are more chunks than one tile of the last launch holds."""
     tensors = [draw(3) for _ in range(700)] + [torch.zeros(CHUNK), draw(CHUNK, zeros=False)] * 2
     for what in WHAT:
         check(tensors, what)
@@ -177,7 +176,7 @@ def test_many_chunks() -> None:
 
 
 def test_zeros_are_read_once() -> None:
-    """Gradients of experts without tokens are not searched for small numbers."""
+    """All-zero chunks, such as gradients of experts without tokens, are not rescanned for underflow."""
     for value, times in ((0.0, 1), (-0.0, 1), (1e-30, 2), (1.0, 1)):
         x = torch.full((CHUNK + 5,), value)
         with triton_loom.count() as counted:
@@ -186,24 +185,24 @@ def test_zeros_are_read_once() -> None:
 
 
 def test_the_same_bits_on_gpus_of_any_size() -> None:
-    """The number of multiprocessors changes nothing."""
+    """The number of multiprocessors does not change the bits."""
     tensors = mixed()
-    found = []
+    norms = []
     for target in ("sm_80", "sm_90", "sm_120"):
         with choosing_for(target):
-            found.append([weft.grad_norm(tensors, p).view(torch.int32) for p in (1, 2)])
-    assert all(a == b for other in found[1:] for a, b in zip(found[0], other, strict=True))
+            norms.append([weft.grad_norm(tensors, p).view(torch.int32) for p in (1, 2)])
+    assert all(a == b for other in norms[1:] for a, b in zip(norms[0], other, strict=True))
 
 
 @pytest.mark.parametrize("what", WHAT)
 def test_float64(what: str) -> None:
-    """By itself and beside others; a norm is float64 then."""
+    """float64 works alone and next to other dtypes, and makes a norm float64."""
     got = check([draw(999).double(), draw(3).double()], what)
     assert got.dtype == {"zeros": torch.int64, "nonfinite": torch.bool}.get(what, torch.float64)
     check([draw(999), draw(70).double(), draw(5, dtype=torch.bfloat16)], what)
 
 
-def test_nothing() -> None:
+def test_empty_lists() -> None:
     for tensors in ([], [None], [torch.zeros(0)], [torch.zeros(3, 0), None, torch.zeros(0).bfloat16()]):
         for p in (1, 2, math.inf):
             norm = weft.grad_norm(tensors, p)
@@ -225,10 +224,10 @@ def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
         gaps, wanted = memory.isnan(), x * 0.5
         weft.clip_grads_([draw(3), x], 1.0, norm=torch.tensor(2.0 - 1e-6))
         assert torch.equal(x, wanted)
-        assert torch.equal(memory.isnan(), gaps), "what lies in the gaps was changed"
+        assert torch.equal(memory.isnan(), gaps), "memory in the gaps was changed"
 
 
-def test_dense_tensors_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_tensors_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "contiguous", None)
     x = draw(4, 6, 8)
     for t in (x.permute(2, 0, 1), x.transpose(0, 1), x[:, :1].expand(4, 1, 8)[0], x.permute(1, 2, 0)[:1]):
@@ -240,18 +239,23 @@ def test_dense_tensors_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) 
     assert not module.is_dense(x[..., ::2])
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_an_empty_tensor_anywhere(place: int) -> None:
-    """First, in the middle and last, in every dtype: TransformerEngine's optimiser has skipped what follows, or gone
-    out of bounds."""
+@pytest.mark.parametrize("position", range(4))
+def test_an_empty_tensor_anywhere(position: int) -> None:
+    """An empty tensor may come at any position in any dtype. TransformerEngine's optimizer skipped the tensors after
+    it, or went out of bounds."""
     tensors = [draw(CHUNK + 3), draw(5, dtype=torch.bfloat16), draw(70)]
     for dtype in (*DTYPES, torch.float64):
-        given = [*tensors[:place], draw(0, dtype=dtype), draw(3, 0, dtype=dtype), *tensors[place:]]
+        tensors_with_empty = [
+            *tensors[:position],
+            draw(0, dtype=dtype),
+            draw(3, 0, dtype=dtype),
+            *tensors[position:],
+        ]
         for what in WHAT:
-            check(given, what)
-        copies = copy.deepcopy(given)
+            check(tensors_with_empty, what)
+        copies = copy.deepcopy(tensors_with_empty)
         norm = weft.clip_grads_(copies, 0.5)
-        for t, before in zip(copies, given, strict=True):
+        for t, before in zip(copies, tensors_with_empty, strict=True):
             if t.numel():
                 near(t, clipped(before, norm, 0.5))
 
@@ -282,7 +286,7 @@ def test_clip(target: str) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, math.inf])
-def test_clip_is_that_of_torch(norm_type: float) -> None:
+def test_clip_matches_torch(norm_type: float) -> None:
     wanted = [torch.nn.Parameter(torch.empty(n)) for n in (1000, 1, 30)]
     for parameter in wanted:
         parameter.grad = draw(*parameter.shape)
@@ -295,8 +299,8 @@ def test_clip_is_that_of_torch(norm_type: float) -> None:
         torch.testing.assert_close(got, parameter.grad, rtol=1e-6, atol=0)
 
 
-def test_clip_takes_the_place_of_torchs() -> None:
-    """The same names in the same places, and the same gradients of a model."""
+def test_clip_is_a_drop_in_replacement_for_torchs() -> None:
+    """Arguments have the same names and order, and clip a model's gradients equally."""
     torchs = list(inspect.signature(torch.nn.utils.clip_grad_norm_).parameters.values())
     ours = list(inspect.signature(weft.clip_grads_).parameters.values())
     assert [(p.name, p.default, p.kind) for p in ours[: len(torchs)]] == [
@@ -347,8 +351,8 @@ def test_clip_rounds_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, CHUNK + 5])
-def test_clip_by_a_norm_that_is_one_of_the_numbers(size: int) -> None:
-    """It is read before it is scaled."""
+def test_clip_by_a_norm_inside_a_clipped_tensor(size: int) -> None:
+    """The norm is read before it is scaled."""
     x, y = torch.full((size,), 4.0), torch.full((3 * CHUNK,), 2.0)
     for norm in (x[0], x[-1]):
         x.fill_(4.0 - 1e-6)
@@ -372,14 +376,14 @@ def test_nothing_to_clip_changes_nothing(norm: float) -> None:
     with triton_loom.count() as counted:
         weft.clip_grads_([x, y], 1.0, norm=torch.tensor(norm))
     assert len(counted.launches) == 2
-    assert counted.stores.requested == 0, "what is not changed is not written"
+    assert counted.stores.requested == 0, "unchanged tensors must not be written"
     for got, was in zip((x, y), before, strict=True):
         assert torch.equal(got.nan_to_num(7.0), was.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("norm", [torch.nan, torch.inf, 0.999999, 1.0, 1.000001, 1e38])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
-def test_special_norms_do_what_they_do_in_torch(norm: float, max_norm: float) -> None:
+def test_special_norms_match_torch(norm: float, max_norm: float) -> None:
     parameter = torch.nn.Parameter(torch.empty(4))
     parameter.grad = torch.tensor([1.0, -2.0, torch.inf, torch.nan])
     x = parameter.grad.clone()
@@ -389,7 +393,7 @@ def test_special_norms_do_what_they_do_in_torch(norm: float, max_norm: float) ->
     torch.testing.assert_close(x, parameter.grad, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def test_clip_of_float64_beside_others() -> None:
+def test_clip_of_float64_next_to_other_dtypes() -> None:
     x, y = torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)
     norm = weft.clip_grads_([x, y], 1.0)
     assert norm.dtype == torch.float64
@@ -397,7 +401,7 @@ def test_clip_of_float64_beside_others() -> None:
     torch.testing.assert_close(x, torch.tensor([0.6]), rtol=1e-6, atol=0)
 
 
-def test_clip_refuses_shared_memory() -> None:
+def test_clip_raises_for_shared_memory() -> None:
     x = draw(100)
     for tensors in ([x, x], [x[:60], x[59:]], [x[50:], draw(3), x[:51]]):
         before = x.clone()
@@ -412,11 +416,11 @@ def test_clip_refuses_shared_memory() -> None:
     with pytest.raises(ValueError, match="share memory"), weft.backend("reference"):
         weft.clip_grads_([x.float()] * 2, 0.1)
     weft.clip_grads_([x[:50], x[50:]], 0.1)
-    assert weft.grad_norm([x, x]) > weft.grad_norm([x]), "each counts as often as it is there"
+    assert weft.grad_norm([x, x]) > weft.grad_norm([x]), "a repeated tensor must count twice"
 
 
-def test_clip_refuses_before_it_writes() -> None:
-    """Where some are float64, each precision is a call of its own: none is made if one must be refused."""
+def test_clip_raises_before_it_writes() -> None:
+    """Each precision is a separate op call; none is made if one of them must raise."""
     for wrong in ([draw(4).double()] * 2, [draw(1).double().expand(3)], [draw(3).double().to_sparse()]):
         x = torch.full((5,), 2.0)
         with pytest.raises(ValueError, match=r"share memory|expanded|sparse"):
@@ -447,16 +451,16 @@ def test_autograd_sees_that_tensors_changed() -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The tables that are made."""
-    made: list[Any] = []
+    """Record the tables that are built."""
+    tables: list[Any] = []
     original = module._build
-    monkeypatch.setattr(module, "_build", lambda *args: (made.append(original(*args)), made[-1])[1])
+    monkeypatch.setattr(module, "_build", lambda *args: (tables.append(original(*args)), tables[-1])[1])
     module._tables.clear()
-    yield made
+    yield tables
     module._tables.clear()
 
 
-def test_a_table_is_made_once(built: list[Any]) -> None:
+def test_a_table_is_built_once(built: list[Any]) -> None:
     tensors = mixed()
     for _ in range(3):
         weft.grad_norm(tensors)
@@ -466,13 +470,13 @@ def test_a_table_is_made_once(built: list[Any]) -> None:
     assert weft.grad_norm(tensors[:-1]) < weft.grad_norm([*tensors, torch.full((4,), 3.0)])
     assert len(built) == 3
     longer = torch.ones(64)
-    found = [weft.grad_norm([longer[:n].view(dtype)], 1) for n in (64, 32) for dtype in DTYPES[:2]]
-    assert found[0] == 64
-    assert found[2] == 32
+    norms = [weft.grad_norm([longer[:n].view(dtype)], 1) for n in (64, 32) for dtype in DTYPES[:2]]
+    assert norms[0] == 64
+    assert norms[2] == 32
     assert len(built) == 7, "another size, another dtype at the same address"
 
 
-def test_a_tensor_that_moves_is_found(built: list[Any]) -> None:
+def test_a_moved_tensor_gets_a_new_table(built: list[Any]) -> None:
     x = torch.ones(16)
     assert weft.grad_norm([x]) == 4.0
     x.data = torch.full((16,), 2.0)
@@ -487,8 +491,8 @@ def test_tables_are_bounded(built: list[Any]) -> None:
         assert weft.grad_norm([keep]) == 2.0
         assert weft.grad_norm([t]) == 2.0
     assert len(module._tables) == module.TABLES
-    assert len(built) == 1 + len(tensors), "one that is in use stays"
-    for _ in range(3):  # copies of what has gaps come and go
+    assert len(built) == 1 + len(tensors), "a table in use must stay cached"
+    for _ in range(3):  # copies of non-dense tensors are temporary
         weft.grad_norm([keep[::2]])
     assert len(module._tables) == module.TABLES
     assert weft.grad_norm([keep]) == 2.0
@@ -496,15 +500,15 @@ def test_tables_are_bounded(built: list[Any]) -> None:
 
 
 def test_another_default_device(built: list[Any]) -> None:
-    """What `torch.set_default_device` names has no part in it: the table is made where it is copied from."""
+    """`torch.set_default_device` does not affect the table, which is built on the host."""
     tensors = mixed()
     with torch.device("meta"):
-        found = [STATISTICS[what](tensors) for what in WHAT]
+        results = [STATISTICS[what](tensors) for what in WHAT]
         assert weft.clip_grads_(tensors, 1.0, norm=torch.tensor(0.5, device="cpu")).device.type == "cpu"
         assert weft.grad_norm([]) == 0.0
     assert len(built) == 1
     module._tables.clear()
-    assert all(torch.equal(a, STATISTICS[what](tensors)) for a, what in zip(found, WHAT, strict=True))
+    assert all(torch.equal(a, STATISTICS[what](tensors)) for a, what in zip(results, WHAT, strict=True))
 
 
 def test_chunks_begin_at_multiples_of_16_bytes() -> None:
@@ -513,8 +517,8 @@ def test_chunks_begin_at_multiples_of_16_bytes() -> None:
     reached = 0
     for dtype, first, chunks in table.segments:
         for address, count in table.entries[first : first + chunks].tolist():
-            whole = address % 16 == 0
-            assert whole or count * dtype.itemsize < 16
+            aligned = address % 16 == 0
+            assert aligned or count * dtype.itemsize < 16
             assert 0 < count <= CHUNK
             reached += count
     assert reached == sum(t.numel() for t in tensors)
@@ -524,7 +528,7 @@ def test_chunks_begin_at_multiples_of_16_bytes() -> None:
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_the_witness_knows_the_tensors_of_a_table(target: str) -> None:
-    """No finding, each byte read once, and what reaches past a tensor is seen."""
+    """The witness reports nothing, sees each byte read once, and detects an access past a tensor's end."""
     tensors = mixed()
     with choosing_for(target), triton_loom.sanitize(), triton_loom.count() as counted:
         weft.grad_norm(tensors)
@@ -547,14 +551,14 @@ def test_the_witness_knows_the_tensors_of_a_table(target: str) -> None:
     last = table.segments[0].chunks - 1
     table.entries[last, 1] += 1
     try:
-        seen = triton_loom.sanitize()
-        with pytest.raises(triton_loom.SanitizerError, match="none of the"), choosing_for(target), seen:
+        sanitizer = triton_loom.sanitize()
+        with pytest.raises(triton_loom.SanitizerError, match="none of the"), choosing_for(target), sanitizer:
             weft.grad_norm(tensors)
     finally:
         module._tables.clear()
 
 
-def test_one_launch_for_each_dtype() -> None:
+def test_one_launch_per_dtype() -> None:
     tensors = [torch.empty(n, dtype=d, device="meta") for d in DTYPES for n in (5, 100_000, 0)]
     with recording("sm_90") as variants:
         weft.grad_norm(tensors)
@@ -567,7 +571,7 @@ def test_one_launch_for_each_dtype() -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_accesses_are_128_bits_wide(target: str) -> None:
-    """Whole tiles are read and written 128 bits at a time, whatever the list."""
+    """Full tiles are read and written 128 bits at a time for any list."""
     bits = {"fp32": 32, "bf16": 16}
     tensors = [torch.empty(4096, 8192, dtype=dtype, device="meta") for dtype in DTYPES[:2]]
     with recording(target) as variants:
@@ -587,15 +591,15 @@ def test_accesses_are_128_bits_wide(target: str) -> None:
         assert not binary.spill_bytes
         assert not binary.uses_fp64
         narrow = binary.loads.get(bits[element], 0) - ("clip" in variant.kernel and element == "fp32")
-        whole = constants["TILE"] // threads * (2 if constants.get("WHAT") == "norm2" else 1)
-        assert narrow <= whole, "the ends of a tensor alone are read one number at a time"
+        limit = constants["TILE"] // threads * (2 if constants.get("WHAT") == "norm2" else 1)
+        assert narrow <= limit, "only the ends of a tensor may be read element by element"
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------
 
 
 def step(*gradients: Tensor) -> tuple[Tensor, ...]:
-    """What a training step does with its gradients."""
+    """Compute statistics and clip as a training step does."""
     doubled = [g * 2 for g in gradients]
     zeros, bad = weft.count_zeros(doubled), weft.any_nonfinite(doubled)
     norm = weft.clip_grads_(doubled, 1.0)
@@ -644,7 +648,7 @@ def test_wrong_arguments() -> None:
         weft.grad_norm([x], 3)
     with pytest.raises(ValueError, match=r"norm_type must be 1, 2 or math.inf; got two"):
         weft.clip_grads_([x], 1.0, "two")
-    with pytest.raises(ValueError, match=r"one is of torch.int32"):
+    with pytest.raises(ValueError, match=r"float64; got torch.int32"):
         weft.count_zeros([x, torch.ones(3, dtype=torch.int32)])
     matrix, weight = torch.ones(3, 4), torch.nn.Parameter(x.clone())
     weight.grad = x.to_sparse()
@@ -654,11 +658,11 @@ def test_wrong_arguments() -> None:
                 function([x, sparse])
     with pytest.raises(ValueError, match=r"at least 0; got -1"):
         weft.clip_grads_([x], -1.0)
-    with pytest.raises(ValueError, match=r"one floating-point number; got torch.int64"):
+    with pytest.raises(ValueError, match=r"one floating-point element; got torch.int64"):
         weft.clip_grads_([x], 1.0, norm=torch.tensor(3))
     with pytest.raises(ValueError, match="their own groups"):
         weft.grad_norm([weft.Shards([x]), x])
-    with pytest.raises(TypeError, match=r"norm must be a tensor, as grad_norm gives it; got a float"):
+    with pytest.raises(TypeError, match=r"norm must be a tensor, as grad_norm returns it; got a float"):
         weft.clip_grads_([x], 1.0, norm=2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"max_norm must be a number"):
         weft.clip_grads_([x], torch.ones((), device="meta"))  # type: ignore[arg-type]

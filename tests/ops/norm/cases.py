@@ -1,4 +1,4 @@
-"""Calls of norms with options that no single workload has together."""
+"""Norm calls with combinations of options that no workload has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.lab.families import Call
 
 
 def everything(rows: int = 6, cols: int = 96, dtype: torch.dtype = torch.bfloat16) -> Call:
-    """A norm with every input there is."""
+    """Build a norm with every input."""
     normal = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(shape, generator=normal).to(dtype)  # noqa: E731
     return Call(
@@ -36,7 +36,7 @@ def both_copies(rows: int = 130, cols: int = 96) -> Call:
 
 
 def columns(rows: int = 130, cols: int = 96) -> Call:
-    """No residual: both passes read x where it lies."""
+    """Build a norm without a residual: both passes read x in place."""
     x = torch.randn(2, rows, cols).bfloat16()
     return Call(weft.layer_norm, {"x": x, "quantize": "mx", "columnwise": True})
 

@@ -1,4 +1,4 @@
-"""What the options of the norms mean, where PyTorch or a model defines it; and bugs that others shipped."""
+"""Options of the norms, as PyTorch or a model defines them, and regression tests for bugs of other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_same_copies(got: QTensor, wanted: QTensor) -> None:
-    """The bytes of each copy that `wanted` has."""
+    """Compare the bytes of each copy that `wanted` has."""
     for side in ("rowwise", "columnwise"):
         if (copy := getattr(wanted, side)) is not None:
             assert getattr(got, side).format == copy.format
@@ -32,13 +32,13 @@ def assert_same_copies(got: QTensor, wanted: QTensor) -> None:
                 assert a is b or torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b))), side
 
 
-# ---- the same as PyTorch, and as models define it ------------------------------------------------------
+# ---- equal to PyTorch and to the definitions of models -------------------------------------------------
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_rms_norm_is_pytorchs(dtype: torch.dtype) -> None:
-    """Bug F5: without a weight, too, and with eps where PyTorch has it."""
+def test_rms_norm_matches_pytorch(dtype: torch.dtype) -> None:
+    """Also without a weight, and with eps inside the root, like PyTorch."""
     x, weight = draw(6, 96, dtype=dtype), draw(96, dtype=dtype)
     for w in (None, weight):
         truth = F.rms_norm(x.double(), (96,), None if w is None else w.double(), 1e-3)
@@ -47,7 +47,7 @@ def test_rms_norm_is_pytorchs(dtype: torch.dtype) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_layer_norm_is_pytorchs(dtype: torch.dtype) -> None:
+def test_layer_norm_matches_pytorch(dtype: torch.dtype) -> None:
     x, weight, bias = draw(6, 96, dtype=dtype), draw(96, dtype=dtype), draw(96, dtype=dtype)
     for w, b in ((None, None), (weight, bias)):
         doubled = [None if t is None else t.double() for t in (w, b)]
@@ -56,23 +56,23 @@ def test_layer_norm_is_pytorchs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_llama_casting_is_hugging_faces(dtype: torch.dtype) -> None:
-    """LlamaRMSNorm: normalise in fp32, round to the dtype, then multiply by the weight in that dtype."""
+def test_llama_casting_matches_hugging_face(dtype: torch.dtype) -> None:
+    """LlamaRMSNorm normalizes in fp32, rounds to the dtype, then multiplies by the weight in that dtype."""
     x, weight = draw(64, 200, dtype=dtype), draw(200, dtype=dtype)
     h = x.float()
     z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
     hugging_face = weight * z
     llama = weft.rms_norm(x, weight, casting="llama")
     once = weft.rms_norm(x, weight)
-    # The kernel's 1 / sqrt(…) is rounded correctly, rsqrt is not: z may round to the other side, rarely.
+    # The kernel's 1 / sqrt(…) is correctly rounded, rsqrt is not: rarely, z rounds to the other side.
     assert (llama != hugging_face).float().mean() < 1e-3
-    assert (once != hugging_face).float().mean() > 0.1, "the two castings must be told apart"
+    assert (once != hugging_face).float().mean() > 0.1, "the data must distinguish the two castings"
     exact = z.float() * weight.float()
     assert torch.equal(llama[llama == hugging_face], exact.to(dtype)[llama == hugging_face])
 
 
-def test_gemma_offset() -> None:
-    """GemmaRMSNorm: (1 + weight) in fp32, one rounding."""
+def test_weight_offset_matches_gemma() -> None:
+    """GemmaRMSNorm computes (1 + weight) in fp32 and rounds once."""
     x, weight = draw(64, 200), draw(200) * 0.1
     h = x.float()
     gemma = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.float())).to(BF16)
@@ -83,22 +83,22 @@ def test_gemma_offset() -> None:
 
 
 @pytest.mark.parametrize("function", NORMS)
-def test_residual_is_the_sum_before_the_norm(function: Any) -> None:
-    """Fused equals unfused bit for bit."""
+def test_residual_is_added_before_the_norm(function: Any) -> None:
+    """Fused and unfused results are equal bit for bit."""
     x, residual, weight = draw(6, 96), draw(6, 96), draw(96)
     y, h = function(x, weight, residual=residual)
     assert torch.equal(h, x + residual)
     assert torch.equal(y, function(x + residual, weight))
 
 
-def test_promoted_is_hugging_faces() -> None:
-    """LlamaRMSNorm with fp32 weights: the product of a bf16 z with them is fp32. And a LayerNorm by hand."""
+def test_promoted_dtype_matches_hugging_face() -> None:
+    """LlamaRMSNorm with fp32 weights multiplies a bf16 z to an fp32 product."""
     x, weight, bias = draw(64, 200), draw(200, dtype=torch.float32), draw(200, dtype=torch.float32)
     h = x.float()
     z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF16)
     got = weft.rms_norm(x, weight, casting="llama", out_dtype="promote")
     assert got.dtype == torch.float32
-    assert (got != weight * z).float().mean() < 1e-3  # where 1 / sqrt(…) and rsqrt round to two sides
+    assert (got != weight * z).float().mean() < 1e-3  # where 1 / sqrt(…) and rsqrt round differently
     x, h, weight, bias = (t.to("meta") for t in (x, h, weight, bias))
     assert weft.rms_norm(x, weight.to(BF16), out_dtype="promote").dtype == BF16
     assert weft.rms_norm(x.half(), weight.to(BF16), out_dtype="promote").dtype == torch.float32
@@ -118,10 +118,10 @@ def test_promoted_is_hugging_faces() -> None:
     ],
 )
 def test_residual_of_another_dtype(x_dtype: torch.dtype, residual_dtype: torch.dtype, casting: Any) -> None:
-    """The sum, the norm of it and all gradients are those of PyTorch's own sum, each gradient in its tensor's dtype."""
+    """The sum, its norm and all gradients match PyTorch's own sum, each gradient in the dtype of its tensor."""
     x, residual = draw(6, 1030, dtype=x_dtype), draw(6, 1030, dtype=residual_dtype)
     weight = draw(1030)
-    found = []
+    outcomes = []
     for fused in (True, False):
         leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
         if fused:
@@ -133,24 +133,24 @@ def test_residual_of_another_dtype(x_dtype: torch.dtype, residual_dtype: torch.d
             y = weft.rms_norm(h, leaves[2], casting=casting, out_dtype="promote")
         torch.manual_seed(5)
         gradients = torch.autograd.grad((y, h), leaves, [torch.randn(t.shape).to(t.dtype) for t in (y, h)])
-        found.append((y, h, *gradients))
-    for got, wanted in zip(*found, strict=True):
+        outcomes.append((y, h, *gradients))
+    for got, wanted in zip(*outcomes, strict=True):
         assert got.dtype == wanted.dtype
         torch.testing.assert_close(got, wanted, rtol=1e-5 if got.dtype == torch.float32 else 2**-7, atol=1e-5)
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 def vllm_fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """The order of roundings of vLLM's fused_add_rms_norm."""
+    """Round in the order of vLLM's fused_add_rms_norm."""
     total = x.float() + residual.float()
     z = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
     return z.to(x.dtype) * weight, total.to(x.dtype)
 
 
 @pytest.mark.parametrize("cols", [200, 1100])
-def test_unrounded_sum_is_vllms(cols: int) -> None:
-    """Rows of one tile and of several, and over their own inputs, as serving calls it."""
+def test_unrounded_sum_matches_vllm(cols: int) -> None:
+    """Rows of one tile and of several, also written over their own inputs, as in serving."""
     x, residual, weight = draw(64, cols), draw(64, cols), draw(cols)
     wanted, total = vllm_fused_add(x, residual, weight)
     options: dict[str, Any] = {"casting": "llama", "unrounded_sum": True}
@@ -158,7 +158,7 @@ def test_unrounded_sum_is_vllms(cols: int) -> None:
     assert torch.equal(h, total)
     assert (y != wanted).float().mean() < 1e-3
     rounded, _ = weft.rms_norm(x, weight, residual=residual, casting="llama")
-    assert (rounded != wanted).float().mean() > 0.1, "the two sums must be told apart"
+    assert (rounded != wanted).float().mean() > 0.1, "the data must distinguish the two sums"
     over, total = x.clone(), residual.clone()
     weft.rms_norm(over, weight, residual=total, out=over, residual_out=total, **options)
     assert torch.equal(over, y)
@@ -177,9 +177,8 @@ def test_unrounded_sum_is_vllms(cols: int) -> None:
         ),
     ],
 )
-def test_quantised_unrounded_sum(format: str, over: str | None) -> None:
-    """However many passes a format takes: the codes of the norm of the fp32 sum, also if h overwrites what it is made
-    of."""
+def test_quantized_unrounded_sum(format: str, over: str | None) -> None:
+    """Codes are those of the norm of the fp32 sum, with any number of passes, even if h overwrites one of its terms."""
     x, residual, weight = draw(130, 96), draw(130, 96), draw(96)
     options: dict[str, Any] = {"quantize": format, "columnwise": format == "1x128"}
     wanted, total = weft.rms_norm(x.float() + residual.float(), weight, **options), x + residual
@@ -191,7 +190,7 @@ def test_quantised_unrounded_sum(format: str, over: str | None) -> None:
 
 @pytest.mark.parametrize("function", NORMS)
 def test_scale_invariance(function: Any) -> None:
-    """By a power of two, bit for bit."""
+    """Scaling x by a power of two does not change a bit."""
     x = draw(6, 96, dtype=torch.float32)
     assert torch.equal(function(x, eps=0.0), function(x * 64, eps=0.0))
 
@@ -200,7 +199,7 @@ def test_scale_invariance(function: Any) -> None:
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """In float64, from PyTorch's own norm."""
+    """Compute the modulated norm in float64 from PyTorch's own norm."""
     y = F.layer_norm(x.double(), x.shape[-1:])
     return y * (1 + scale.double()) + shift.double()
 
@@ -223,17 +222,17 @@ def test_scale_alone_and_shift_alone() -> None:
     zero = torch.zeros_like(scale)
     gradient = draw(2, 5, 96)
     for pair, full in (((scale, None), (scale, zero)), ((None, shift), (zero, shift))):
-        given = next(t for t in pair if t is not None)
+        tensor = next(t for t in pair if t is not None)
         got, wanted = weft.layer_norm(x, modulation=pair), weft.layer_norm(x, modulation=full)
         assert torch.equal(got, wanted)
-        gradients = (torch.autograd.grad(y, (x, given), gradient) for y in (got, wanted))
+        gradients = (torch.autograd.grad(y, (x, tensor), gradient) for y in (got, wanted))
         for a, b in zip(*gradients, strict=True):
             assert torch.equal(a, b)
     assert torch.equal(weft.layer_norm(x, modulation=(None, None)), weft.layer_norm(x))
 
 
-def test_gate_is_handed_through() -> None:
-    """With its gradient, which joins those of scale and shift."""
+def test_modulation_gate_is_returned() -> None:
+    """The gate has a gradient, which is packed with those of scale and shift."""
     x = draw(2, 5, 96)
     packed = draw(2, 3 * 96).requires_grad_()
     y, gate = weft.layer_norm(x, modulation=packed)
@@ -250,7 +249,7 @@ def test_gate_is_handed_through() -> None:
     assert amax > 0
 
 
-def test_modulation_that_does_not_fit() -> None:
+def test_wrong_shapes_of_modulation_raise() -> None:
     x = draw(2, 5, 96)
     for wrong in (draw(2, 96), draw(2, 4 * 96), draw(2, 100)):
         with pytest.raises(ValueError, match=r"packed modulation ends in 192 .* or 288"):
@@ -262,18 +261,18 @@ def test_modulation_that_does_not_fit() -> None:
         weft.layer_norm(x, modulation=(draw(2, 96), draw(2, 5, 96)))
 
 
-# ---- what is added before the norm ---------------------------------------------------------------------
+# ---- terms added before the norm -----------------------------------------------------------------------
 
 
 def added(x: Tensor, pre_bias: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
-    """In fp32 and by PyTorch, rounded once."""
+    """Compute h by PyTorch in fp32, rounded once."""
     return (residual.float() + (x.float() + pre_bias.float()) * gate.float()).to(x.dtype)
 
 
 @pytest.mark.parametrize("lead", [(2, 5), (2,), (2, 1), (1,), ()])
 @pytest.mark.parametrize("function", NORMS)
 def test_residual_gate_per_row_and_per_sample(function: Any, lead: tuple[int, ...]) -> None:
-    """Bit for bit what it is without fusion."""
+    """Fused and unfused results are equal bit for bit."""
     x, residual, weight, gate = draw(2, 5, 96), draw(2, 5, 96), draw(96), draw(*lead, 96)
     pre_bias = draw(96, dtype=torch.float32)
     wanted = added(x, pre_bias, residual, gate.view(*lead, *[1] * (2 - len(lead)), 96))
@@ -300,8 +299,8 @@ def test_pre_bias_without_a_residual(function: Any) -> None:
     [*covering(("1x128", "128x128", "nvfp4", "tensor"), (False, True), together=1), ("row", False)],
     ids=lambda value: {False: "rows", True: "both"}.get(value, value),
 )
-def test_quantised_sum_of_everything(format: str, columnwise: bool) -> None:
-    """However many passes a format takes: the copies of a norm of h, with a residual and without one."""
+def test_quantized_norm_of_all_terms(format: str, columnwise: bool) -> None:
+    """Copies are those of a norm of h, with any number of passes, with and without a residual."""
     x, residual, pre_bias, gate = draw(2, 65, 96), draw(2, 65, 96), draw(96), draw(2, 96)
     options: dict[str, Any] = {"quantize": format, "columnwise": columnwise}
     h = added(x, pre_bias, residual, gate[:, None])
@@ -316,8 +315,8 @@ def test_quantised_sum_of_everything(format: str, columnwise: bool) -> None:
         assert torch.equal(y, weft.layer_norm(x.detach() + pre_bias))
 
 
-def test_gate_of_one_modulation_is_that_of_the_next_residual() -> None:
-    """A block of a diffusion transformer, as its parts: the gate is a view into the packed modulation."""
+def test_modulation_gate_serves_as_residual_gate() -> None:
+    """The gate is a view into the packed modulation, as in a block of a diffusion transformer."""
     x, residual, packed = draw(2, 5, 96), draw(2, 5, 96), draw(2, 3 * 96).requires_grad_()
     y, gate = weft.layer_norm(x, modulation=packed)
     _, h = weft.layer_norm(y, residual=residual, residual_gate=gate)
@@ -328,15 +327,15 @@ def test_gate_of_one_modulation_is_that_of_the_next_residual() -> None:
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_x_is_kept_for_the_gradient_of_the_gate_alone(wanted: bool) -> None:
+def test_x_is_saved_only_for_the_gradient_of_the_gate(wanted: bool) -> None:
     x, residual, gate = draw(6, 96).requires_grad_(), draw(6, 96), draw(96).requires_grad_(wanted)
     y, h = weft.rms_norm(x, residual=residual, residual_gate=gate)
-    kept = {t.data_ptr() for t in y.grad_fn.saved_tensors if t is not None}
-    assert h.data_ptr() in kept
-    assert (x.data_ptr() in kept) == wanted
+    saved = {t.data_ptr() for t in y.grad_fn.saved_tensors if t is not None}
+    assert h.data_ptr() in saved
+    assert (x.data_ptr() in saved) == wanted
 
 
-def test_residual_gate_that_does_not_fit() -> None:
+def test_wrong_residual_gates_raise() -> None:
     x = draw(2, 5, 96)
     with pytest.raises(ValueError, match="residual_gate= needs residual="):
         weft.rms_norm(x, residual_gate=draw(96))
@@ -367,7 +366,7 @@ def test_out_and_residual_out() -> None:
 
 @pytest.mark.parametrize("cols", [96, 4096])
 def test_in_place(cols: int) -> None:
-    """What serving does: y over x, the new residual over the old one. Long rows are read more than once."""
+    """y may overwrite x, and the new residual the old one, as in serving. Long rows are read more than once."""
     x, residual, weight = draw(6, cols), draw(6, cols), draw(cols)
     for options in ({}, {"pre_bias": draw(cols), "residual_gate": draw(cols)}):
         wanted, h = weft.rms_norm(x, weight, residual=residual, **options)
@@ -381,8 +380,8 @@ def test_in_place(cols: int) -> None:
 
 
 @pytest.mark.parametrize(("format", "columnwise"), [("1x128", True), ("128x128", False), ("nvfp4", False)])
-def test_residual_in_place_of_several_passes(format: str, columnwise: bool) -> None:
-    """What comes after the pass that overwrites the residual reads no residual."""
+def test_residual_in_place_with_several_passes(format: str, columnwise: bool) -> None:
+    """Passes after the one that overwrites the residual do not read it."""
     x, residual = draw(130, 96), draw(130, 96)
     wanted, h = weft.rms_norm(x, residual=residual, quantize=format, columnwise=columnwise)
     r = residual.clone()
@@ -407,7 +406,7 @@ def test_out_is_a_qtensor(format: str, columnwise: bool) -> None:
             assert a is b or torch.equal(a.float(), b.float())
 
 
-def test_out_that_does_not_fit() -> None:
+def test_wrong_outputs_raise() -> None:
     x = draw(6, 96)
     for wrong in (
         torch.empty(6, 95, dtype=BF16),
@@ -444,7 +443,7 @@ def test_out_under_torch_compile() -> None:
     assert torch.equal(out, weft.rms_norm(x))
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -467,24 +466,24 @@ def test_out_under_torch_compile() -> None:
         ({"quantize": "1x128", "out_dtype": torch.float32}, "out_dtype is for a plain result"),
     ],
 )
-def test_what_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(kwargs: dict[str, Any], message: str) -> None:
     for function in NORMS:
         with pytest.raises(ValueError, match=message):
             function(draw(6, 96), **kwargs)
 
 
-def test_inputs_that_are_no_inputs() -> None:
+def test_invalid_inputs_raise() -> None:
     with pytest.raises(ValueError, match="at least one dimension"):
         weft.rms_norm(torch.tensor(1.0))
     with pytest.raises(ValueError, match="must be bfloat16, float16, float32 or float64"):
         weft.rms_norm(torch.ones(4, 4, dtype=torch.int32))
 
 
-# ---- quantised results ---------------------------------------------------------------------------------
+# ---- quantized results ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["1x128", "tensor", "e4m3:tensor:vllm"])
-def test_amax_is_that_of_y(format: str) -> None:
+def test_amax_is_the_largest_y(format: str) -> None:
     x = draw(130, 96)
     y = weft.rms_norm(x, out_dtype=torch.float32)
     q, amax = weft.rms_norm(x, quantize=format, return_amax=True)
@@ -493,7 +492,7 @@ def test_amax_is_that_of_y(format: str) -> None:
     if Format.of(format).block == "tensor":
         again = weft.rms_norm(x, quantize=format, quant_scale=q.rowwise.scale)
         assert torch.equal(again.rowwise.data.view(torch.uint8), q.rowwise.data.view(torch.uint8))
-        # Delayed scaling: amax of this step, scale of an earlier one, in one pass.
+        # Delayed scaling: the amax of this step and the scale of an earlier step, in one pass.
         q, amax = weft.rms_norm(x, quantize=format, quant_scale=torch.tensor(0.01), return_amax=True)
         assert amax == y.abs().max()
         assert q.rowwise.scale == torch.tensor(0.01)
@@ -507,8 +506,8 @@ def test_amax_is_that_of_y(format: str) -> None:
     ],
     ids=lambda value: {False: "rows", True: "both"}.get(value, value),
 )
-def test_plain_beside_quantised(format: str, columnwise: bool) -> None:
-    """However many passes a format takes: codes as without it, and y as of the plain call."""
+def test_plain_result_besides_the_quantized_one(format: str, columnwise: bool) -> None:
+    """Codes are those without `return_plain`, with any number of passes, and y is that of the plain call."""
     x, residual, weight = draw(130, 96), draw(130, 96), draw(96)
     options: dict[str, Any] = {"quantize": format, "columnwise": columnwise}
     wanted, h = weft.layer_norm(x, weight, residual=residual)
@@ -527,7 +526,7 @@ def test_plain_beside_quantised(format: str, columnwise: bool) -> None:
         assert torch.equal(y, weft.rms_norm(x))
 
 
-def test_gradients_of_plain_and_quantised_add_up() -> None:
+def test_gradients_of_plain_and_quantized_results_add_up() -> None:
     x, weight, one, two = draw(6, 96), draw(96), draw(6, 96), draw(6, 96)
     leaves = x.requires_grad_(), weight.requires_grad_()
     plain = weft.rms_norm(x, weight)
@@ -547,7 +546,7 @@ def test_amax_of_no_rows() -> None:
 
 
 @pytest.mark.parametrize(("format", "norm"), [("1x128", weft.rms_norm), ("mx", weft.layer_norm)])
-def test_columnwise_alone_is_that_of_both(format: str, norm: Any) -> None:
+def test_columnwise_copy_does_not_depend_on_the_rowwise_one(format: str, norm: Any) -> None:
     x, residual = draw(130, 96), draw(130, 96)
     both, _ = norm(x, residual=residual, quantize=format, columnwise=True)
     alone, h = norm(x, residual=residual, quantize=format, rowwise=False, columnwise=True)
@@ -574,10 +573,10 @@ def test_columnwise_alone_is_that_of_both(format: str, norm: Any) -> None:
     ),
     ids=lambda value: f"{value[0]}-{value[1].__name__}" if isinstance(value, tuple) else str(value),
 )
-def test_rowwise_with_columnwise_is_that_of_itself(
+def test_rowwise_copy_does_not_depend_on_the_columnwise_one(
     of: tuple[str, Any], residual: bool, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, on numbers whose sums depend on the order of adding."""
+    """Copies are equal bit for bit, on data whose sums depend on the order of addition."""
     format, norm = of
     x, weight = draw(130, 1100, dtype=dtype), draw(1100, dtype=dtype)
     options: dict[str, Any] = {"residual": draw(130, 1100, dtype=dtype)} if residual else {}
@@ -595,13 +594,13 @@ def test_out_dtype() -> None:
     assert torch.equal(y.to(BF16), weft.rms_norm(x))
 
 
-# ---- bugs of others, by their row in the project's list ------------------------------------------------
+# ---- regression tests for bugs of other libraries ------------------------------------------------------
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("function", NORMS)
-def test_a11_fewer_rows_than_programs(function: Any) -> None:
-    """1 … 17 rows on a target of 16 multiprocessors: every row once in the weight's gradient."""
+def test_fewer_rows_than_programs(function: Any) -> None:
+    """Every row enters the weight's gradient once, for 1 to 17 rows on 16 multiprocessors."""
     for rows in range(1, 18):
         x = draw(rows, 96).requires_grad_()
         weight = draw(96).requires_grad_()
@@ -611,24 +610,24 @@ def test_a11_fewer_rows_than_programs(function: Any) -> None:
         eager = [t.detach().requires_grad_() for t in (x, weight)]
         torch_norm = F.rms_norm if function is weft.rms_norm else F.layer_norm
         eps = 1e-6 if function is weft.rms_norm else 1e-5
-        found = [
+        outcomes = [
             torch.autograd.grad(torch_norm(a, (96,), w, eps=eps), (a, w), gradient.to(a.dtype))
             for a, w in (doubled, eager)
         ]
-        for got, truth, plain in zip((dx, dweight), *found, strict=True):
+        for got, truth, plain in zip((dx, dweight), *outcomes, strict=True):
             assert_not_worse(got, truth, plain)
 
 
 @pytest.mark.parametrize("cols", [32, 64, 128, 256])
-def test_c4_small_hidden_sizes_are_written(cols: int) -> None:
+def test_small_hidden_sizes_are_written(cols: int) -> None:
     y = weft.rms_norm(draw(24, cols), quantize="1x128", columnwise=True)
     assert y.dequantize().isfinite().all()
     assert y.dequantize().count_nonzero() > 0.9 * 24 * cols
 
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 12), (3, 43), (2, 65)])
-def test_c5_tails_of_batches(batch: int, length: int) -> None:
-    """129 and 130 rows: one past a stripe; and no row of one batch in another's place."""
+def test_batches_that_end_within_a_stripe(batch: int, length: int) -> None:
+    """Each batch has the codes of a call of its own, also if all rows end just past a stripe (129, 130)."""
     x = draw(batch, length, 96)
     q = weft.rms_norm(x, quantize="1x128", columnwise=True)
     for i in range(batch):
@@ -638,7 +637,7 @@ def test_c5_tails_of_batches(batch: int, length: int) -> None:
         assert different.float().mean() < 1e-3
 
 
-def test_c6_gradients_with_default_arguments() -> None:
+def test_gradients_with_default_arguments() -> None:
     for function in (*NORMS, weft.quantize):
         x = draw(6, 96).requires_grad_()
         y = function(x)
@@ -649,7 +648,7 @@ def test_c6_gradients_with_default_arguments() -> None:
 
 @pytest.mark.parametrize("name", ["x", "residual"])
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
-def test_e5_every_dimension_of_size_one(dim: int, name: str) -> None:
+def test_strides_of_dimensions_of_size_one(dim: int, name: str) -> None:
     shape = [2, 3, 4, 96]
     shape[dim] = 1
     tensors = {"x": draw(*shape), "residual": draw(*shape)}
@@ -660,14 +659,14 @@ def test_e5_every_dimension_of_size_one(dim: int, name: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_f5_signature() -> None:
-    """No weight, no keyword: as F.rms_norm; eps does not depend on the dtype in a hidden way."""
+def test_positional_call_matches_pytorch() -> None:
+    """x is the only required argument, and the default eps is 1e-6 in every dtype."""
     x = torch.full((1, 64), 1e-4)
     assert torch.allclose(weft.rms_norm(x), x / (x.square().mean() + 1e-6).sqrt())
     assert torch.allclose(weft.rms_norm(x, eps=1.0), x / (x.square().mean() + 1.0).sqrt())
 
 
-def test_i9_j8_no_tensor_becomes_a_python_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError("the host waits for the device")
 
@@ -679,8 +678,8 @@ def test_i9_j8_no_tensor_becomes_a_python_number(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.compat
-def test_j4_the_second_call_is_the_first() -> None:
-    """Different constants and arguments in turn: no launch takes what another left."""
+def test_repeated_calls_give_equal_results() -> None:
+    """Calls with other constants and arguments in between leave no state behind."""
     x = draw(6, 96)
     calls = [
         lambda: weft.rms_norm(x),
@@ -695,8 +694,8 @@ def test_j4_the_second_call_is_the_first() -> None:
             assert torch.equal(calls[i](), first[i])
 
 
-def test_python_numbers_of_any_kind_are_one_variant() -> None:
-    """An int or a NumPy number where a float is meant compiles nothing new."""
+def test_numeric_types_share_one_variant() -> None:
+    """An int or a NumPy number instead of a float compiles no new variant."""
     import numpy as np
 
     from weft.runtime import recording

@@ -1,4 +1,4 @@
-"""Norms and quantisers in PyTorch: its checks of an op, torch.compile, autograd in all its modes."""
+"""Norms and quantizers in PyTorch: its op checks, torch.compile, and all modes of autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NORMS = (weft.rms_norm, weft.layer_norm)
 OPCHECKED = [
     ("norm", everything),
     ("norm", heads),
-    # PyTorch's check adds up every output and compares every input, which it can't do with FP8 on a CPU.
+    # PyTorch's check adds up every output and compares every input, which fails with FP8 on a CPU.
     ("norm", lambda: both_copies().with_(quantize="int8:1x128:te:pow2")),
     ("norm", lambda: heads().with_(quantize="int8:row:te", return_amax=True)),
     ("norm_backward", everything),
@@ -60,7 +60,7 @@ def layer_with_everything(*tensors: Tensor) -> Any:
 
 
 def biased(x: Tensor, pre_bias: Tensor) -> Any:
-    """h is no result, but the backward reads it."""
+    """Run a norm whose h is not returned but read by the backward."""
     return weft.rms_norm(x, pre_bias=pre_bias)
 
 
@@ -80,7 +80,7 @@ def quantized_alone(x: Tensor) -> Any:
 
 
 def two_norms(x: Tensor, weight: Tensor) -> Any:
-    """Bug D2: an in-place backward breaks exactly this."""
+    """Apply two norms and a skip connection: an in-place backward would break this."""
     return x + weft.rms_norm(weft.rms_norm(x, weight), weight)
 
 
@@ -106,20 +106,20 @@ def compare_compiled(name: str, **options: Any) -> None:
     sizes = (0,) if not options.get("dynamic") else (0, 3, 64)
     for more in sizes:
         inputs = [torch.randn(s[0] + (more if len(s) > 1 else 0), *s[1:]).bfloat16() for s in shapes]
-        found = []
+        outcomes = []
         for f in (function, compiled):
             leaves = [t.clone().requires_grad_() for t in inputs]
             outputs = f(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.manual_seed(5)
             gradients = torch.autograd.grad(outputs, leaves, [torch.randn_like(o) for o in outputs])
-            found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
-        assert_same(found[1], found[0], f"compiled {name} at {more} more rows")
+            outcomes.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+        assert_same(outcomes[1], outcomes[0], f"compiled {name} at {more} more rows")
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_is_eager(name: str) -> None:
-    """Bugs F16, J1, J3: fullgraph, with sizes that change, forward and backward, bit for bit."""
+    """Fullgraph with dynamic sizes: forward and backward match eager bit for bit."""
     compare_compiled(name, backend="aot_eager", dynamic=True)
 
 
@@ -134,13 +134,13 @@ def test_inductor_is_eager(name: str) -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        # One alone, all but one, all, none; the rest of the combinations when there is time.
+        # None, one, all but one, all; the other combinations run as slow tests.
         pytest.param(needs, marks=[] if sum(needs) in (0, 1, 6, 7) else [pytest.mark.slow])
         for needs in itertools.product([False, True], repeat=7)
     ],
 )
 def test_gradients_of_a_subset(wanted: tuple[bool, ...]) -> None:
-    """Bugs D8, D9: every combination of what requires a gradient gives the bits of all of them together."""
+    """Any combination of inputs that require a gradient gives the same bits as all of them together."""
     call = everything()
     full = run(call)
     names = [name for name, need in zip(call.tensors(), wanted, strict=True) if need]
@@ -161,7 +161,7 @@ def test_gradients_of_a_subset(wanted: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("used", [("y",), ("residual",), ("y", "residual")])
 def test_gradients_of_some_outputs(used: tuple[str, ...]) -> None:
-    """Bugs D10, D11: distinct gradients for y and the residual; one of them may be missing."""
+    """y and the residual get separate upstream gradients, one of which may be missing."""
     call = everything().requiring_grad()
     outputs = results(call)
     gradients = {name: g for name, g in upstreams(outputs).items() if name in used}
@@ -187,7 +187,7 @@ def test_zero_and_infinite_upstream_gradients() -> None:
 
 
 def test_y_is_x_plus_norm_of_norm() -> None:
-    """Bug D2."""
+    """x + norm(norm(x)) has the gradient of float64."""
     x = torch.randn(6, 96, requires_grad=True)
     weight = torch.randn(96, requires_grad=True)
     gradient = torch.randn(6, 96)
@@ -199,7 +199,7 @@ def test_y_is_x_plus_norm_of_norm() -> None:
 
 
 def test_gradients_are_not_aliases() -> None:
-    """Bug K2: x and residual have equal gradients, but each its own."""
+    """x and residual have equal gradients in separate memory."""
     call = everything().with_(residual_gate=None).requiring_grad()
     outputs = results(call)
     torch.autograd.backward([outputs["y"], outputs["residual"]], [*upstreams(outputs).values()])
@@ -224,8 +224,8 @@ def test_gradcheck_of_the_reference(function: Any) -> None:
     assert torch.autograd.gradcheck(lambda x, w, b: function(x, w, pre_bias=b), (x, weight, pre_bias))
 
 
-def test_second_derivatives_are_refused() -> None:
-    """Backward is not differentiable; silence would be a wrong answer."""
+def test_second_derivatives_raise() -> None:
+    """The backward is not differentiable; without an error the result would be wrong."""
     x = torch.randn(3, 64, requires_grad=True)
     y = weft.rms_norm(x).square().sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
@@ -239,18 +239,18 @@ def test_activation_checkpoint(name: str) -> None:
 
     function, shapes = COMPILED[name]
     inputs = [torch.randn(s).bfloat16() for s in shapes]
-    found = []
+    outcomes = []
     for f in (function, lambda *a: checkpoint(function, *a, use_reentrant=False)):
         leaves = [t.clone().requires_grad_() for t in inputs]
         outputs = f(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         gradients = torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs])
-        found.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
-    assert_same(found[1], found[0], "checkpoint")
+        outcomes.append({str(i): t for i, t in enumerate((*outputs, *gradients))})
+    assert_same(outcomes[1], outcomes[0], "checkpoint")
 
 
 def test_autocast_changes_nothing() -> None:
-    """Norms compute in fp32 whatever the mode is; a bf16 x with fp32 parameters is the usual case."""
+    """Norms compute in fp32 in any mode; a bf16 x with fp32 parameters is the usual case."""
     call = everything()
     call = call.with_(weight=call["weight"].float(), bias=call["bias"].float())
     wanted = run(call)

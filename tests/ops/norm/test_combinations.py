@@ -1,5 +1,5 @@
-"""Combinations that no workload has: every option with both copies, programs that share rows, many programs to a
-sum, the largest number in any place. Mutants (`mutants`) showed that nothing else noticed their mistakes."""
+"""Combinations that no workload covers: every option with both copies, programs that share rows, sums over many
+programs, the largest element at any position. No other test catches some of the mutants (`mutants`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from weft.runtime import choosing_for
 
 
 def exact_sums(*shape: int) -> Tensor:
-    """Rows of c + v and c - v with small integers: sums and sums of squares are exact in any order, so that
-    norms that cut their rows otherwise have the same statistics to the bit."""
+    """Draw rows of c + v and c - v with small integers: sums and sums of squares are exact in any order, so that norms
+    with different tiles have the same statistics to the bit."""
     v = torch.randint(1, 9, (*shape[:-1], shape[-1] // 2)).float()
     x = torch.stack([v, -v], -1).flatten(-2) + torch.randint(-4, 5, (*shape[:-1], 1))
     return (x * torch.exp2(torch.randint(-3, 4, (*shape[:-1], 1)).float())).bfloat16()
@@ -50,10 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_both_copies_with(norm: Any, options: str) -> None:
-    """Codes are those of the fp32 y that the same call without `quantize` returns, gradients are its gradients."""
-    made = {k: torch.randn(v) if isinstance(v, tuple) else v for k, v in OPTIONS[options].items()}
+    """Codes encode the fp32 y of the same call without `quantize`, and gradients equal its gradients."""
+    drawn = {k: torch.randn(v) if isinstance(v, tuple) else v for k, v in OPTIONS[options].items()}
     residual = exact_sums(2, 70, 300)
-    kwargs = {"x": residual * -0.5, "residual": residual, "weight": torch.randn(300), **made}
+    kwargs = {"x": residual * -0.5, "residual": residual, "weight": torch.randn(300), **drawn}
     leaves = {k: v.requires_grad_() for k, v in kwargs.items() if isinstance(v, Tensor)}
     kwargs |= leaves
     y, _ = norm(**kwargs, out_dtype=torch.float32)
@@ -75,11 +75,11 @@ def test_both_copies_with(norm: Any, options: str) -> None:
 @pytest.mark.parametrize("cols", [300, 1100])
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_amax_of_tiles(target: str, cols: int) -> None:
-    """Where no row-wise copy is made, or squares, every tile has its own part of the amax."""
+    """Without a row-wise copy, or with square blocks, every tile stores its own partial amax."""
     x = exact_sums(140, cols)
-    for place in (0, 150, cols - 1):
+    for col in (0, 150, cols - 1):
         weight = torch.ones(cols)
-        weight[place] = 16.0
+        weight[col] = 16.0
         y = weft.rms_norm(x, weight, out_dtype=torch.float32)
         for spec, rowwise in (("1x128", True), ("1x128", False), ("128x128", True)):
             with choosing_for(target):
@@ -100,10 +100,10 @@ def test_amax_of_tiles(target: str, cols: int) -> None:
         ("gfx942", "e2m1:nvfp4:te"),
     ],
 )
-def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> None:
-    """Several rows and several programs to a tile, a row shared by programs: the bytes do not depend on it."""
+def test_quantizer_configured_for(target: str, spec: str, columnwise: bool) -> None:
+    """Bytes do not depend on the tiling: several rows per tile, or several programs per row."""
     x = torch.randn(133, 2100)
-    x[:, 2050] *= 3  # the largest numbers in the last of three tiles
+    x[:, 2050] *= 3  # the largest elements are in the last of three tiles
     with choosing_for(target):
         q, amax = weft.quantize(x, spec, columnwise=columnwise, return_amax=True)
         values = weft.dequantize(q)
@@ -114,32 +114,32 @@ def test_quantiser_configured_for(target: str, spec: str, columnwise: bool) -> N
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
-    """Rows of the last program that are not there; on a CPU a program has one row."""
+    """Rows of the last program past the end are masked; on a CPU a program has only one row."""
     x, weight, bias = torch.randn(21, 200).bfloat16(), torch.randn(200), torch.randn(200)
     scale, rstd, mean = torch.randn(21, 200), torch.rand(21), torch.randn(21)
     copy = weft.quantize(x, "1x128").rowwise
     assert copy is not None
     calls: list[tuple[str, Any]] = []
     for format in (None, "1x128", "row", "nvfp4"):
-        to = ResultOptions(torch.bfloat16, format, True, False, None, format is not None)
+        options = ResultOptions(torch.bfloat16, format, True, False, None, format is not None)
         sources = (x, weight, bias, x, bias, scale, scale, scale)
         for unrounded in (False, True):
-            calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", unrounded, True, to)))
+            calls.append(("norm", NormArgs(*sources, 1e-5, 0.0, "layer", "fp32", unrounded, True, options)))
     needs = NormGradients(*[True] * len(NormGradients._fields))
     read = (x, x, x, x, bias, scale, weight, bias, scale, rstd, mean)
     for unrounded in (False, True):
-        how = (0.0, "fp32", unrounded, x.dtype, x.dtype, needs)
-        calls.append(("norm_backward", NormBackwardArgs(*read, *how)))
+        rest = (0.0, "fp32", unrounded, x.dtype, x.dtype, needs)
+        calls.append(("norm_backward", NormBackwardArgs(*read, *rest)))
     for format in ("1x128", "row"):
-        to = ResultOptions(torch.bfloat16, format, True, False, None, True)
-        calls.append(("quantize", QuantizeArgs(x, to, None)))
+        options = ResultOptions(torch.bfloat16, format, True, False, None, True)
+        calls.append(("quantize", QuantizeArgs(x, options, None)))
     calls.append(("dequantize", DequantizeArgs(*copy, 200, torch.bfloat16)))
     for name, a in calls:
         op = weft.catalogue[name]
         guards = []
         guarded: list[Tensor | None] = []
         for t in op.outputs.flatten(op.allocate(a)):
-            # neither scalars nor what stands in for a quantised result
+            # skip scalars and the stand-in for a quantized result
             if t is not None and t.dim() and 0 not in t.stride():
                 guards.append(Guarded.of(t))
                 t = guards[-1].tensor
@@ -151,13 +151,13 @@ def test_nothing_is_written_past_the_end_as_configured_for(target: str) -> None:
             guard.check()
 
 
-# ---- the largest number in any place ----------------------------------------------------------------------------
+# ---- the largest element at any position ------------------------------------------------------------------------
 
 PLACES = (0, 1023, 1024, 2047, 2048, 2099)
 
 
 @pytest.mark.parametrize("spec", ["e4m3:row:te", "e4m3:tensor:te", "e2m1:nvfp4:torchao"])
-def test_largest_number_in_any_tile_of_a_row(spec: str) -> None:
+def test_largest_element_in_any_tile_of_a_row(spec: str) -> None:
     f = Format.of(spec)
     rows = torch.randn(len(PLACES), 2100)
     for row, col in zip(rows, PLACES, strict=True):
@@ -171,13 +171,13 @@ def test_largest_number_in_any_tile_of_a_row(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["e4m3:tensor:te", "e4m3:1x128:te:pow2"])
-def test_largest_number_in_any_of_many_rows(spec: str) -> None:
-    """On a CPU each row is a program: a tensor of more than 1024 has its amax put together in several steps."""
-    for place in PLACES:
+def test_largest_element_in_any_of_many_rows(spec: str) -> None:
+    """On a CPU each row is a program: the amax of more than 1024 rows is reduced in several steps."""
+    for row in PLACES:
         x = torch.randn(2100, 16)
-        x[place, 5] = -9.0
+        x[row, 5] = -9.0
         q, amax = weft.quantize(x, spec, return_amax=True)
-        assert amax == 9.0, place
+        assert amax == 9.0, row
         assert_copies(q, x)
 
 
@@ -211,7 +211,7 @@ def check_gradients_over_samples(
 
 @pytest.mark.parametrize(("target", "cols"), [("cpu", 200), ("cpu", 1100), ("sm_90", 200)])
 def test_gradients_over_samples_of_many_rows(target: str, cols: int) -> None:
-    """Parameters, a modulation and a gate by sample, several rows to a program, rows within a tile and longer ones."""
+    """Covers parameters, per-sample modulation and gate, several rows per program, and rows longer than a tile."""
     check_gradients_over_samples(target, cols, (2,), (2,))
 
 

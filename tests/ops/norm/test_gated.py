@@ -1,5 +1,5 @@
-"""What the options of the gated norm mean, any shape and layout it may meet, its quantised results, and bugs that
-others shipped. The workloads go through the catalogue as well."""
+"""Options of the gated norm, its shapes and layouts, quantized results, and regression tests for bugs of other
+libraries. The catalogue also tests its workloads."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def draw(*shape: int, dtype: torch.dtype = BF16, std: float = 1.5) -> Tensor:
 def call_of(
     batch: int = 2, length: int = 5, cols: int = 96, dtype: torch.dtype = BF16, weight: bool = True, **options: Any
 ) -> Call:  # fmt: skip
-    """x [B, L, K], with gate and y [L, B, K] unless it is not to be transposed."""
+    """Build a call with x [B, L, K], and gate and y [L, B, K] unless transpose=False."""
     options.setdefault("transpose", True)
     lead = (length, batch) if options["transpose"] else (batch, length)
-    made = {"x": draw(batch, length, cols, dtype=dtype), "gate": draw(*lead, cols, dtype=dtype, std=2.0)}
+    tensors = {"x": draw(batch, length, cols, dtype=dtype), "gate": draw(*lead, cols, dtype=dtype, std=2.0)}
     if weight:
-        made["weight"] = draw(cols, dtype=dtype)
-    return Call(weft.gated_norm, {**made, **options})
+        tensors["weight"] = draw(cols, dtype=dtype)
+    return Call(weft.gated_norm, {**tensors, **options})
 
 
 def check(call: Call, target: str | None = None) -> dict[str, Tensor]:
-    """y and all gradients against float64, as launched on a CPU or on a GPU."""
+    """Compare y and all gradients with float64, as launched on a CPU or on a GPU."""
     call = call.requiring_grad()
     gradients = upstreams(results(call))
     with choosing_for(target or "cpu"):
@@ -61,21 +61,21 @@ def check(call: Call, target: str | None = None) -> dict[str, Tensor]:
     return got
 
 
-# ---- as models define it -------------------------------------------------------------------------------
+# ---- equal to models -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
-def test_llama_casting_is_qwen3_nexts(weight_dtype: torch.dtype) -> None:
-    """Qwen3NextRMSNormGated of transformers: z is rounded, and its product with the weight, and then comes the gate."""
+def test_llama_casting_matches_qwen3_next(weight_dtype: torch.dtype) -> None:
+    """Qwen3NextRMSNormGated of transformers rounds z, then its product with the weight, then applies the gate."""
     x, gate, weight = draw(64, 200), draw(64, 200, std=2.0), draw(200, dtype=weight_dtype)
     h = x.float()
     z = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF16)
     wanted = ((weight * z) * F.silu(gate.float())).to(BF16)
     got = weft.gated_norm(x, gate, weight, act="silu", casting="llama")
-    # Two functions of fp32, 1 / sqrt and exp, may round the other way than PyTorch's, rarely.
+    # 1 / sqrt and exp in fp32 rarely round differently from PyTorch's.
     assert (got != wanted).float().mean() < 1e-3
     once = weft.gated_norm(x, gate, weight, act="silu")
-    assert (once != wanted).float().mean() > 0.1, "the two castings must be told apart"
+    assert (once != wanted).float().mean() > 0.1, "the data must distinguish the two castings"
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_llama_casting_is_qwen3_nexts(weight_dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_llama_casting_with(options: dict[str, Any]) -> None:
-    """And gradients, which the rounded numbers are part of."""
+    """Results and gradients, which depend on the rounded values, match float64."""
     check(call_of(casting="llama", **options))
 
 
 @pytest.mark.parametrize("columnwise", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_codes_of_llama_casting(columnwise: bool) -> None:
-    """Those of the fp32 product with the gate, whose factors are rounded."""
+    """Codes encode the fp32 product with the gate, whose factors are rounded."""
     call = call_of(2, 65, 96, groups=2, casting="llama")
     y = call.with_(out_dtype=torch.float32)()
     assert_copies(call.with_(quantize="1x128", columnwise=columnwise)(), y.flatten(0, 1))
 
 
 def naive(x: Tensor, gate: Tensor, weight: Tensor, groups: int, act: Callable[[Tensor], Tensor]) -> Tensor:
-    """As modelling code has it: norm in fp32, back to the dtype, times the weight, times the gate."""
+    """Compute like modeling code: norm in fp32, back to the dtype, times the weight, times the gate."""
     parts = x.transpose(0, 1).unflatten(-1, (groups, -1))
     wide = parts.float() if x.dtype == BF16 else parts
     z = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype).flatten(-2)
@@ -116,28 +116,28 @@ def naive(x: Tensor, gate: Tensor, weight: Tensor, groups: int, act: Callable[[T
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("act", "function"), [("sigmoid", torch.sigmoid), ("silu", F.silu)])
-def test_as_modelling_code_has_it(act: str, function: Callable[[Tensor], Tensor]) -> None:
+def test_matches_modeling_code(act: str, function: Callable[[Tensor], Tensor]) -> None:
     call = call_of(2, 12, 96, groups=4, act=act)
     dy = draw(12, 2, 96)
-    found = []
+    outcomes = []
     for dtype in (torch.float64, BF16):
         leaves = [call[name].to(dtype).requires_grad_() for name in ("x", "gate", "weight")]
         y = naive(*leaves, 4, function)
-        found.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+        outcomes.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
     leaves = [call[name].clone().requires_grad_() for name in ("x", "gate", "weight")]
     y = weft.gated_norm(*leaves, groups=4, act=act, transpose=True)  # type: ignore[arg-type]
-    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaves, dy)], *found, strict=True):
+    for got, truth, eager in zip([y, *torch.autograd.grad(y, leaves, dy)], *outcomes, strict=True):
         assert_not_worse(got, truth, eager)
 
 
 def test_one_group_and_an_open_gate_is_rms_norm() -> None:
-    """sigmoid(100) is 1 in fp32."""
+    """The gated norm equals `rms_norm` if the gate is open: sigmoid(100) = 1 in fp32."""
     x, weight = draw(6, 96), draw(96)
     got = weft.gated_norm(x, torch.full_like(x, 100.0), weight, eps=1e-3, weight_offset=1.0)
     assert torch.equal(got, weft.rms_norm(x, weight, eps=1e-3, weight_offset=1.0))
 
 
-def test_groups_are_norms_of_their_own() -> None:
+def test_groups_are_separate_norms() -> None:
     call = call_of(3, 4, 96, groups=3)
     got = run(call)
     for group in range(3):
@@ -152,8 +152,8 @@ def test_groups_are_norms_of_their_own() -> None:
         assert_same({n: t[..., part].contiguous() for n, t in got.items()}, wanted, f"group {group}")
 
 
-def test_transposing_is_a_view() -> None:
-    """The same bits as a transposed x, with the gradient where x lies."""
+def test_transpose_matches_a_transposed_view() -> None:
+    """Results have the bits of a transposed x, and the gradient has the layout of x."""
     call = call_of(3, 7, 96, groups=2)
     got = run(call)
     moved = call.with_(x=call["x"].transpose(0, 1).contiguous(), transpose=False)
@@ -165,7 +165,7 @@ def test_transposing_is_a_view() -> None:
 
 
 def test_heads() -> None:
-    """x as attention leaves it, [B, L, H, d], is a view of [B, L, H * d]; and heads with one weight for all."""
+    """An x [B, L, H, d], as from attention, equals [B, L, H * d]; heads may also share one weight."""
     call = call_of(2, 5, 96, groups=4)
     heads = call.with_(x=call["x"].view(2, 5, 4, 24))
     got, wanted = run(heads), run(call)
@@ -183,18 +183,18 @@ def test_heads() -> None:
 
 # ---- sizes ---------------------------------------------------------------------------------------------
 
-# CPU, a GPU; B, L, K, groups
+# B, L, K, groups; on a CPU and on a GPU
 SIZES = [
     (1, 1, 1, 1),
-    (2, 12, 64, 4),  # bug C5: lengths that 8 does not divide, in more than one batch
+    (2, 12, 64, 4),  # a length that 8 does not divide, in more than one batch
     (3, 13, 200, 4),
     (1, 130, 33, 3),
     (2, 3, 1026, 1),
     (2, 17, 2048, 4),
-    (2, 20, 10002, 2),  # on a CPU in pieces, and more than one row to a program
+    (2, 20, 10002, 2),  # in chunks on a CPU, with more than one row per program
 ]
-QUICK = SIZES[:2] + SIZES[3:5]  # on a GPU much like others of them
-LONG = [(2, 3, 20000, 1), (1, 2, 40016, 2)]  # in pieces on a GPU; 10002 and 20008 columns
+QUICK = SIZES[:2] + SIZES[3:5]  # much like other sizes on a GPU
+LONG = [(2, 3, 20000, 1), (1, 2, 40016, 2)]  # in chunks on a GPU; groups of 20000 and 20008 columns
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ def test_long_groups(target: str, batch: int, length: int, cols: int, groups: in
 
 @pytest.mark.parametrize("length", [*range(1, 10), 12, 15, 16, 17, 63, 64, 65])
 def test_every_row_of_every_batch(length: int) -> None:
-    """Bug C5: 4 of 24 rows wrong where 8 does not divide the length. Several programs, more than one row to each."""
+    """Every row is right for lengths that 8 does not divide, several programs, and several rows per program."""
     for target in ("cpu", "sm_90"):
         check(call_of(3, length, 64, groups=2), target)
 
 
 @pytest.mark.parametrize("cols", [0, 6])
-def test_nothing(cols: int) -> None:
+def test_empty_inputs(cols: int) -> None:
     for batch, length in ((2, 0), (0, 3), (2, 3 * (cols == 0))):
         call = call_of(batch, length, cols, groups=3 if cols else 1)
         got = run(call)
@@ -246,7 +246,7 @@ def test_no_weight() -> None:
     ],
 )
 def test_dtypes(dtype: torch.dtype, gate_dtype: torch.dtype) -> None:
-    """Each gradient has the dtype of what it is of; y that of x, or the one that is asked for."""
+    """Each gradient has the dtype of its tensor; y has the dtype of x, or `out_dtype`."""
     call = call_of(dtype=dtype, groups=2)
     call = call.with_(gate=call["gate"].to(gate_dtype), weight=call["weight"].float())
     got = check(call)
@@ -264,17 +264,17 @@ def test_layouts(layout: Callable[[Tensor], Tensor], transpose: bool) -> None:
     """Any strides give the bits of the contiguous tensor, forward and backward."""
     call = call_of(3, 5, 96, groups=3, transpose=transpose)
     for name, tensor in call.tensors().items():
-        laid_out = layout(tensor)
-        wanted = run(call.with_(**{name: laid_out.contiguous().clone()}))
-        assert_same(run(call.with_(**{name: laid_out})), wanted, f"{layout.__name__} {name}")
+        strided = layout(tensor)
+        wanted = run(call.with_(**{name: strided.contiguous().clone()}))
+        assert_same(run(call.with_(**{name: strided})), wanted, f"{layout.__name__} {name}")
     gradient = upstreams(results(call.requiring_grad()))["y"]
-    laid_out = layout(gradient)
-    wanted = run(call, {"y": laid_out.contiguous().clone()})
-    assert_same(run(call, {"y": laid_out}), wanted, f"{layout.__name__} gradient")
+    strided = layout(gradient)
+    wanted = run(call, {"y": strided.contiguous().clone()})
+    assert_same(run(call, {"y": strided}), wanted, f"{layout.__name__} gradient")
 
 
 def test_layouts_of_heads() -> None:
-    """Heads before tokens, a slice of a packed projection, and strides that no three dimensions have."""
+    """Includes heads before tokens, a slice of a packed projection, and strides beyond three dimensions."""
     gate, weight = draw(5, 2, 4, 24), draw(24)
     packed = draw(2, 5, 3 * 96)
     forms = {
@@ -290,15 +290,15 @@ def test_layouts_of_heads() -> None:
                 {"x": x, "gate": gate, "weight": weight, "groups": groups, "transpose": True},
             )
             assert_same(run(call), run(call.with_(x=x.contiguous())), what)
-        quantised = call.with_(quantize="mx", columnwise=True)
-        assert_same(results(quantised), results(quantised.with_(x=x.contiguous())), what)
+        quantized = call.with_(quantize="mx", columnwise=True)
+        assert_same(results(quantized), results(quantized.with_(x=x.contiguous())), what)
 
 
-def test_copies_are_made_of_strange_layouts_alone() -> None:
-    """What a transposed or sliced x costs is in the addresses, not in another pass."""
+def test_only_unusual_layouts_are_copied() -> None:
+    """A transposed or sliced x is read in place, without a copy."""
     x, gate = draw(2, 5, 3 * 96)[..., 96:192], draw(5, 2, 96)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "contiguous", lambda *_: pytest.fail("a copy was made"))
+        patch.setattr(Tensor, "contiguous", lambda *_: pytest.fail("x was copied"))
         weft.gated_norm(x, gate, groups=2, transpose=True)
         weft.gated_norm(x.unflatten(-1, (4, 24)), gate.unflatten(-1, (4, 24)), transpose=True)
 
@@ -314,7 +314,7 @@ def test_offsets_have_64_bits() -> None:
 
 
 def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
-    """Rows of programs that do not exist count, too."""
+    """The bound includes rows of programs past the end."""
     for rows, kind in ((2**20, "i32"), (2**31 - 1, "i64"), (2**31 + 5, "i64")):
         x = torch.empty(rows, 1, device="meta", dtype=BF16)
         with recording("sm_90") as variants:
@@ -323,17 +323,17 @@ def test_rows_past_2_to_the_31_are_counted_in_64_bits() -> None:
             gated_norm_backward_op(
                 GatedNormBackwardArgs(x, x, x, None, x[:, 0].float(), 1, "silu", 0.0, "fp32", False, needs)
             )
-        found = {v.kernel: dict(v.signature)["bound"] for v in variants if "gated" in v.kernel}
-        assert found == dict.fromkeys(found, kind)
-        assert len(found) == 3
+        kinds = {v.kernel: dict(v.signature)["bound"] for v in variants if "gated" in v.kernel}
+        assert kinds == dict.fromkeys(kinds, kind)
+        assert len(kinds) == 3
 
 
 # ---- values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ["sigmoid", "silu"])
-def test_gates_near_and_far(act: str) -> None:
-    """1 - sigmoid keeps its digits where the gate is wide open; nothing overflows where it is shut."""
+def test_gates_from_zero_to_extreme(act: str) -> None:
+    """1 - sigmoid keeps its precision if the gate is wide open, and nothing overflows if it is shut."""
     sizes = torch.tensor([0.0, 1e-38, 1e-20, 1e-3, 1.0, 8.0, 17.0, 30.0, 60.0, 85.0, 100.0, 1e4, 1e30])
     gate = torch.cat([sizes, -sizes]).repeat(8, 8)
     call = Call(weft.gated_norm, {"x": draw(8, 208, dtype=torch.float32), "gate": gate, "act": act})
@@ -347,7 +347,7 @@ def test_gates_near_and_far(act: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-40, 1e-20, 1e-3, 1e15])
-def test_sizes_of_numbers(size: float) -> None:
+def test_magnitudes(size: float) -> None:
     x = torch.cat([torch.randn(1, 1, 96) * size, torch.randn(1, 1, 96)], 1)
     check(call_of(1, 2, 96, torch.float32, groups=2).with_(x=x))
 
@@ -362,15 +362,15 @@ def test_a_special_value_stays_in_its_group(special: float) -> None:
     changed[4, 1, 32:64] = True
     assert torch.equal(got[~changed], wanted[~changed])
     assert got[4, 1, 40].isnan()
-    quantised = call.with_(x=x, quantize="mx")().dequantize()
-    assert torch.equal(quantised[~changed], call.with_(quantize="mx")().dequantize()[~changed])
+    quantized = call.with_(x=x, quantize="mx")().dequantize()
+    assert torch.equal(quantized[~changed], call.with_(quantize="mx")().dequantize()[~changed])
 
 
-# ---- quantised -----------------------------------------------------------------------------------------
+# ---- quantized -----------------------------------------------------------------------------------------
 
 
 def assert_oracle(call: Call, q: QTensor) -> None:
-    """The copies of q are the oracle's of the op's own fp32 numbers."""
+    """Compare the copies of q with the oracle's, for the fp32 values that the op computes itself."""
     dropped = ("rowwise", "return_amax")
     value = own_numbers(Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped}))["y"]
     value = value.reshape(-1, value.shape[-1])
@@ -392,15 +392,15 @@ def slowly(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-QUANTISED = [
-    # in one pass: blocks within groups, or one group
+QUANTIZED = [
+    # one pass: blocks within groups, or one group
     ("1x128", 512, 4, {}),
     ("mx", 192, 3, {"columnwise": True}),
     ("row", 96, 1, {}),
     slowly("row", 2050, 1, {}),
     ("e2m1:mx:te", 33, 1, {"columnwise": True}),
     ("tensor", 96, 4, {"quant_scale": True}),
-    # in two
+    # two passes
     ("1x128", 200, 4, {"columnwise": True}),
     ("1x128", 96, 2, {"rowwise": False, "columnwise": True}),
     slowly("128x128", 256, 2, {}),
@@ -413,9 +413,9 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize(("format", "cols", "groups", "options"), QUANTISED)
-def test_quantised(format: str, cols: int, groups: int, options: dict[str, Any]) -> None:
-    """Codes, scales and amax; the gradient passes straight through."""
+@pytest.mark.parametrize(("format", "cols", "groups", "options"), QUANTIZED)
+def test_quantized(format: str, cols: int, groups: int, options: dict[str, Any]) -> None:
+    """Codes, scales and amax are right; the gradient passes straight through."""
     call = call_of(2, 67, cols, groups=groups, act="silu")
     plain = run(call)
     gradients = upstreams(results(call.requiring_grad()))
@@ -455,8 +455,8 @@ def test_quantised(format: str, cols: int, groups: int, options: dict[str, Any])
         slowly("sm_100", "tensor", 33, 3),
     ],
 )
-def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: int) -> None:
-    """Another order of adding up moves a number by an ulp, and rarely its code by a step."""
+def test_quantized_as_launched_on(target: str, format: str, cols: int, groups: int) -> None:
+    """Another order of addition moves a value by an ulp, and rarely its code by a step."""
     call = call_of(3, 43, cols, groups=groups, quantize=format, columnwise=format != "row")
     with choosing_for(target):
         got = call()
@@ -465,7 +465,7 @@ def test_quantised_as_launched_on(target: str, format: str, cols: int, groups: i
         if getattr(wanted, side) is not None:
             for field in ("data", "scale"):
                 here, there = (getattr(getattr(each, side), field) for each in (got, wanted))
-                if here.dtype == torch.float32:  # a scale that is not rounded moves by as much as the numbers
+                if here.dtype == torch.float32:  # unrounded scales move as much as the values
                     torch.testing.assert_close(here, there, rtol=2**-21, atol=0)
                 else:
                     assert (words(here) == words(there)).float().mean() > 0.995
@@ -483,7 +483,7 @@ def test_rowwise_copy_is_the_same_with_a_columnwise_one() -> None:
 
 
 def test_launches() -> None:
-    """One to a direction, and the weight's sum; more only for what is not known in time."""
+    """Each direction is one launch, plus the weight's sum; formats whose scales need a first pass take more."""
     x, gate, weight = (
         torch.empty(s, dtype=BF16, device="meta") for s in ((2, 4096, 2048), (4096, 2, 2048), (2048,))
     )
@@ -531,7 +531,7 @@ def test_a_new_number_of_rows_compiles_nothing() -> None:
 )
 @pytest.mark.parametrize("cols", [96, pytest.param(10002, marks=pytest.mark.slow)])
 def test_gradients_of_a_subset(cols: int, names: tuple[str, ...]) -> None:
-    """Bugs D8, D9: whatever requires a gradient gets the bits of all of them together."""
+    """Any subset of the gradients has the same bits as all of them together."""
     call = call_of(2, 5, cols, groups=2)
     full = run(call)
     leaves = {name: call[name].clone().requires_grad_() for name in names}
@@ -546,7 +546,7 @@ def test_gradients_of_zero_and_of_a_sum() -> None:
     outputs = results(call)
     zero = backward(call, outputs, {"y": torch.zeros_like(outputs["y"])}, retain_graph=True)
     assert not any(gradient.count_nonzero() for gradient in zero.values())
-    outputs["y"].sum().backward()  # one element for all
+    outputs["y"].sum().backward()  # an expanded gradient
     wanted = backward(call, results(call), {"y": torch.ones_like(outputs["y"])})
     assert_same({f"d{n}": t.grad for n, t in call.tensors().items()}, wanted, "sum")
 
@@ -562,7 +562,7 @@ def test_gradcheck_of_the_reference() -> None:
         )
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_raise() -> None:
     x = torch.randn(3, 64, requires_grad=True)
     y = weft.gated_norm(x, torch.randn(3, 64)).square().sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
@@ -577,25 +577,25 @@ def block(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return weft.gated_norm(x.unflatten(-1, (4, 24)), gate, weight, groups=4, transpose=True) * 2
 
 
-def quantised_block(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+def quantized_block(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     q = weft.gated_norm(x, gate, weight, groups=2, act="silu", transpose=True, quantize="mx", columnwise=True)
     return q.dequantize()
 
 
-@pytest.mark.parametrize("function", [pytest.param(block, marks=pytest.mark.slow), quantised_block])
+@pytest.mark.parametrize("function", [pytest.param(block, marks=pytest.mark.slow), quantized_block])
 def test_compiled_is_eager(function: Callable[..., Tensor]) -> None:
-    """fullgraph, with lengths that change, forward and backward, bit for bit."""
+    """Fullgraph with dynamic lengths: forward and backward match eager bit for bit."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (5, 8, 70):
         call = call_of(2, length, 96)
-        found = []
+        outcomes = []
         for f in (function, compiled):
             leaves = [call[name].clone().requires_grad_() for name in ("x", "gate", "weight")]
             y = f(*leaves)
             torch.manual_seed(5)
-            found.append([y, *torch.autograd.grad(y, leaves, torch.randn_like(y))])
-        assert_same(dict(enumerate(found[1])), dict(enumerate(found[0])), "compiled")  # type: ignore[arg-type]
+            outcomes.append([y, *torch.autograd.grad(y, leaves, torch.randn_like(y))])
+        assert_same(dict(enumerate(outcomes[1])), dict(enumerate(outcomes[0])), "compiled")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -610,17 +610,17 @@ def test_opcheck(op: str, options: dict[str, Any]) -> None:
     opcheck(op, arguments_of(call_of(2, 5, 96, groups=2, **options), op)[0])
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------------
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x, gate, weight = draw(2, 5, 96), draw(5, 2, 96), draw(96)
     wrong: list[tuple[str, dict[str, Any]]] = [
         (r"gate must have the shape \(2, 5, 96\)", {"gate": gate, "transpose": False}),
         (r"gate must have the shape \(5, 2, 96\)", {"gate": draw(2, 5, 96)}),
         ("gate must be bfloat16, .*; got torch.int32", {"gate": gate.int()}),
-        ("equal parts of the last dimension, 96; got 5", {"groups": 5}),
-        ("equal parts of the last dimension, 96; got 0", {"groups": 0}),
+        ("divide the last dimension, 96; got 5", {"groups": 5}),
+        ("divide the last dimension, 96; got 0", {"groups": 0}),
         (r"weight must have the shape \(96,\)", {"weight": draw(24)}),
         ("weight must be bfloat16, .*; got torch.int32", {"weight": weight.int()}),
         ("weight must be on cpu", {"weight": weight.to("meta")}),
@@ -628,9 +628,9 @@ def test_what_is_refused() -> None:
         ("go with quantize", {"columnwise": True}),
         ("go with quantize", {"return_amax": True}),
         ("out_dtype is for a plain result", {"quantize": "mx", "out_dtype": torch.float32}),
-        ("one scale to a whole column", {"quantize": "row", "columnwise": True}),
+        ("one scale per whole column", {"quantize": "row", "columnwise": True}),
         ("at least one copy", {"quantize": "mx", "rowwise": False}),
-        ("quant_scale is one given scale", {"quantize": "mx", "quant_scale": torch.ones(1)}),
+        ("quant_scale is a single scale", {"quantize": "mx", "quant_scale": torch.ones(1)}),
     ]
     for message, options in wrong:
         with pytest.raises(ValueError, match=message):
@@ -643,6 +643,6 @@ def test_what_is_refused() -> None:
         weft.gated_norm(x[0, 0, 0], x)
 
 
-def test_formats_are_named_or_given() -> None:
+def test_formats_by_name_and_by_object() -> None:
     call = call_of(2, 5, 256, groups=2, quantize="1x128")
     assert_same({"q": call()}, {"q": call.with_(quantize=Format.of("1x128"))()}, "format")

@@ -1,4 +1,4 @@
-"""Norms of any size, layout, value and dtype, on every kind of device that kernels are configured for."""
+"""Norms of any size, layout, value and dtype, in the configuration of every kind of device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from weft.runtime import Capabilities, choosing_for, launch
 NORMS = (weft.rms_norm, weft.layer_norm)
 
 
-def test_least_bytes_of_a_norm() -> None:
+def test_minimum_bytes_of_a_norm() -> None:
     plain = next(w for w in for_op("norm") if w.options == "plain")
     assert plain.least_bytes(7) == 2 * (2 * 7 * plain.cols + plain.cols)
 
 
 def test_two_different_nestings_of_rows() -> None:
-    """Heads of a packed projection forward, heads before tokens backward."""
+    """The forward reads heads of a packed projection, the backward a gradient with heads before tokens."""
     packed = torch.randn(2, 3, 8 * 32).bfloat16()
     x = packed[..., : 5 * 32].view(2, 3, 5, 32)
     call = Call(weft.rms_norm, {"x": x, "weight": torch.randn(32)})
@@ -40,7 +40,7 @@ def test_two_different_nestings_of_rows() -> None:
 
 # ---- sizes ------------------------------------------------------------------------------------------
 
-# 1, primes, one past a tile (64 is the least tile, 1024 the largest on a CPU), multiples of 16 and not.
+# 1, primes, one past a tile (from 64 to 1024 columns on a CPU), multiples of 16 and others.
 SIZES = [(1, 1), (7, 1), (2, 3), (13, 16), (1, 97), (127, 129), (129, 128), (3, 1023), (2, 1025), (17, 2049)]
 
 
@@ -56,7 +56,7 @@ def test_size_of_a_norm(rows: int, cols: int) -> None:
 
 @pytest.mark.parametrize(("rows", "cols"), [pytest.param(3, 97, marks=pytest.mark.slow), (5, 1100)])
 def test_size_of_an_unrounded_sum(rows: int, cols: int) -> None:
-    """Also with a gate, and with x in another dtype than the residual."""
+    """Includes a gate, and an x in another dtype than the residual."""
     call = everything(rows, cols).with_(unrounded_sum=True)
     call = call.with_(x=call["x"].float(), casting="llama").requiring_grad()
     outputs = results(call)
@@ -69,19 +69,19 @@ def test_size_of_an_unrounded_sum(rows: int, cols: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "cols", "format"), [(1, 1, "1x128"), (2, 3, "mx"), (127, 129, "1x128"), (257, 128, "mx")]
 )
-def test_size_of_a_quantiser(rows: int, cols: int, format: str) -> None:
-    """Norm and quantiser in one pass and in two, both copies and each for itself."""
+def test_size_of_a_quantizer(rows: int, cols: int, format: str) -> None:
+    """Norm and quantizer, fused and separate, give the same copies; a column-wise copy is that of the transpose."""
     x = torch.randn(rows, cols).bfloat16()
     call = Call(weft.rms_norm, {"x": x, "quantize": format, "columnwise": True})
     fused, y = call(), own_value(call, results)
     together = weft.quantize(y, format, columnwise=True)
-    apart = weft.quantize(y.t().contiguous(), format)
+    transposed = weft.quantize(y.t().contiguous(), format)
     assert_same({"q": fused}, {"q": together}, "fused and separate")
     assert_same(
-        {"q": together.columnwise.data}, {"q": apart.rowwise.data}, "column-wise and of the transpose"
+        {"q": together.columnwise.data}, {"q": transposed.rowwise.data}, "column-wise and of the transpose"
     )
     assert_same(
-        {"q": together.columnwise.scale}, {"q": apart.rowwise.scale}, "column-wise and of the transpose"
+        {"q": together.columnwise.scale}, {"q": transposed.rowwise.scale}, "column-wise and of the transpose"
     )
 
 
@@ -118,7 +118,7 @@ def test_offsets_have_64_bits(options: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [weft.rms_norm, weft.layer_norm])
 def test_more_than_2_to_the_31_elements(function: Any) -> None:
-    """The last rows are right, forward and backward; takes 14 GB."""
+    """The last rows are right, forward and backward. Takes 14 GB."""
     x = torch.empty(2**23 + 16, 256, dtype=torch.bfloat16)
     x[:-32], x[-32:] = 1.0, torch.randn(32, 256).bfloat16()
     last = x[-32:].clone().requires_grad_()
@@ -137,7 +137,7 @@ def test_more_than_2_to_the_31_elements(function: Any) -> None:
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("make", [everything, both_copies], ids=lambda f: f.__name__)
 def test_a_special_value_stays_in_its_row(make: Callable[[], Call], special: float) -> None:
-    """And reaches all of it: no maximum or mask swallows a NaN."""
+    """No maximum or mask swallows a NaN: it reaches the whole row, and no other."""
     call = make()
     x = call["x"].clone()
     x.view(-1, x.shape[-1])[4, 3] = special
@@ -179,8 +179,8 @@ def test_values(function: Any, values: Callable[[int], Tensor]) -> None:
 @pytest.mark.parametrize("shift", [1e4, -1e4, 1e6])
 @pytest.mark.parametrize("cols", [200, 1025, 4096])
 def test_variance_of_rows_far_from_zero(shift: float, cols: int) -> None:
-    """LayerNorm is invariant to a shift: mean of squares minus square of mean would lose everything here, and a
-    lane without an element would add the mean's square (bugs B6, B9)."""
+    """LayerNorm is invariant to a shift: mean of squares minus square of mean would cancel completely here, and a
+    masked lane would add the square of the mean."""
     x = (torch.randn(5, cols) * 4 + shift).requires_grad_()
     y = weft.layer_norm(x)
     expected = norm_truth(Call(weft.layer_norm, {"x": x.detach()}))
@@ -214,7 +214,7 @@ def test_dtype(options: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_weight_of_another_dtype(weight_dtype: torch.dtype) -> None:
-    """Bug F5: the weight's gradient has the weight's dtype, from fp32 sums."""
+    """The weight's gradient has the weight's dtype, from fp32 sums."""
     call = everything(dtype=torch.bfloat16)
     call = call.with_(weight=call["weight"].to(weight_dtype), bias=call["bias"].to(weight_dtype))
     got = run(call)
@@ -229,7 +229,7 @@ def test_weight_of_another_dtype(weight_dtype: torch.dtype) -> None:
         near(got[name], expected[name])
 
 
-# ---- every configuration, not only the one for a CPU ------------------------------------------------
+# ---- configurations of GPUs, run on the CPU ---------------------------------------------------------
 
 CONFIGURED = [
     ("sm_90", 200, "1x128-both"),
@@ -251,7 +251,7 @@ SLOWLY_CONFIGURED = [
     [*CONFIGURED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY_CONFIGURED)],
 )
 def test_configuration_of(target: str, cols: int, options: str) -> None:
-    """Bugs A2, F15: several rows to a program, long rows in a loop, codes by integer arithmetic."""
+    """Several rows per program, long rows in a loop, codes by integer arithmetic."""
     source = next(w for w in for_op("norm") if w.options == options)
     call = source.build(source, Inputs("cpu", torch.bfloat16, 0), (21, cols))
     with choosing_for(target):
@@ -264,7 +264,7 @@ def test_configuration_of(target: str, cols: int, options: str) -> None:
     expected = norm_truth(call, gradients["y"], gradients.get("residual"))
     if isinstance(got["y"], QTensor):
         del expected["y"]
-        # Another order of adding up moves a number by an ulp, and rarely its code by a step.
+        # Another order of addition moves a value by an ulp, and rarely its code by a step.
         wanted = results(call)["y"]
         for side in ("rowwise", "columnwise"):
             if getattr(wanted, side) is not None:

@@ -1,4 +1,4 @@
-"""Products of every pair of formats: against float64, over random shapes and layouts, and bit for bit."""
+"""Products of every pair of formats, against float64 over random shapes and layouts, and bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.lab.families.product import PAIRS, matmul_truth, numbers
 from weft.lab.truth import near
 from weft.runtime import choosing_for
 
-# The other pairs that go together: elements and blocks that differ, either operand plain.
+# Further supported pairs: different elements and blocks, or one operand plain.
 MORE: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "tf32": {"dtype": torch.float32, "precision": "tf32"},
@@ -57,7 +57,7 @@ def operands(pair: str, m: int, n: int, k: int, seed: int = 0) -> dict[str, Any]
 
 
 def check(**call: Any) -> None:
-    """Also as the reference computes it, which is no less accurate."""
+    """Compare a product with its float64 truth."""
     wanted = matmul_truth(Call(weft.matmul, call), {})["y"]
     near(weft.matmul(**call), wanted)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def check(**call: Any) -> None:
 
 
 def shapes(count: int, seed: str) -> list[tuple[int, int, int]]:
-    """Products of many kinds: few rows and many, one past a tile, K of one block and of several, odd and even."""
+    """Draw product sizes: few and many rows, one past a tile, K of one and of several blocks, odd and even."""
     draw = random.Random(seed)
     rows = (1, 2, 3, 7, 16, 33, 64, 65, 100, 128, 129, 200)
     cols = (1, 2, 5, 16, 40, 64, 100, 127, 128, 129, 200, 260)
@@ -79,8 +79,8 @@ def some_shapes(pair: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(("turn", "pair"), enumerate(EVERY), ids=list(EVERY))
-def test_a_shape(turn: int, pair: str) -> None:
-    """Of some shapes, one with each pair, in turn."""
+def test_one_shape(turn: int, pair: str) -> None:
+    """Each pair runs one of several shapes, in turn."""
     check(**operands(pair, *some_shapes(pair)[turn % 3]))
 
 
@@ -94,14 +94,14 @@ def test_some_shapes(pair: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", EVERY)
 def test_many_shapes(pair: str) -> None:
-    """Together more than 500."""
+    """More than 500 shapes over all pairs."""
     for seed, (m, n, k) in enumerate([*shapes(18, f"more {pair}"), (70, 100, 2880)]):
         check(**operands(pair, m, n, k, seed))
 
 
 @pytest.mark.parametrize("pair", ["bf16", "fp32", "fp8-blocks", "nvfp4", "weight-int8"])
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 8), (5, 0, 8), (5, 3, 0), (0, 0, 0)])
-def test_nothing(pair: str, m: int, n: int, k: int) -> None:
+def test_empty_products(pair: str, m: int, n: int, k: int) -> None:
     y = weft.matmul(**operands(pair, m, n, k), bias=torch.ones(n))
     assert y.shape == (m, n)
     assert (y == 1).all()
@@ -113,17 +113,17 @@ def test_int8_is_exact() -> None:
     one = {"a": weft.quantize(a, "int8:row:te"), "b": weft.quantize(w, "int8:row:te").T}
     assert torch.equal(one["a"].rowwise.scale, torch.ones(70, 1))  # type: ignore[union-attr]
     wanted = a.long() @ w.long().T
-    for rows in (70, 5):  # the second with K in spans
+    for rows in (70, 5):  # 5 rows cut K into spans
         got = weft.matmul(one["a"][:rows], one["b"])
         assert torch.equal(got, wanted[:rows].float())
 
 
 def test_offsets_have_64_bits() -> None:
     a, w = far_apart(4, 96), torch.randn(40, 96).bfloat16()
-    turned = a[:, :4]
-    for left, right in ((a, w.T), (w, a.T), (w[:, :4], turned)):
-        near_by = weft.matmul(left.contiguous(), right.contiguous(), engine="weft")
-        assert torch.equal(weft.matmul(left, right, engine="weft"), near_by)
+    columns = a[:, :4]
+    for left, right in ((a, w.T), (w, a.T), (w[:, :4], columns)):
+        wanted = weft.matmul(left.contiguous(), right.contiguous(), engine="weft")
+        assert torch.equal(weft.matmul(left, right, engine="weft"), wanted)
 
 
 # ---- bits ---------------------------------------------------------------------------------------------------
@@ -133,13 +133,13 @@ def test_offsets_have_64_bits() -> None:
     "pair", ["bf16", "fp8-row", "fp8-blocks", "mxfp8", "nvfp4", "weight-fp8", "int8-row"]
 )
 def test_a_row_does_not_depend_on_the_others(pair: str) -> None:
-    """With `batch_invariant`, whatever the number of rows; K is cut into spans."""
+    """`batch_invariant` makes a row's bits independent of the number of rows, though K is cut into spans."""
     call = operands(pair, 150, 40, 2048)
-    whole = weft.matmul(**call, batch_invariant=True)
+    full = weft.matmul(**call, batch_invariant=True)
     for rows in (1, 2, 33, 64, 65, 149):
         a = call["a"][:rows]
         part = weft.matmul(**call | {"a": a}, batch_invariant=True)
-        assert torch.equal(words(part), words(whole[:rows])), f"{rows} rows"
+        assert torch.equal(words(part), words(full[:rows])), f"{rows} rows"
     few = weft.matmul(**call | {"a": call["a"][:8]})
     near(few, matmul_truth(Call(weft.matmul, call | {"a": call["a"][:8]}), {})["y"])  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def test_a_row_does_not_depend_on_the_others(pair: str) -> None:
     "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_120", "gfx950"))]
 )
 def test_as_launched_on(target: str, pair: str) -> None:
-    """With the tiles, the conversions and the descriptors of a GPU, run here."""
+    """Products are right with a GPU's tiles, conversions and descriptors, run on the CPU."""
     with choosing_for(target):
         check(**operands(pair, 130, 260, 400))
         check(**operands(pair, 7, 100, 2048))
@@ -166,21 +166,21 @@ def test_as_launched_on(target: str, pair: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["mxfp8", "mx-e5m2", "mxfp4", "nvfp4"])
-def test_scaled_dots_are_dots_of_decoded_numbers(pair: str) -> None:
-    """Bit for bit: both multiply the same exact numbers in the same order."""
+def test_scaled_dots_equal_dots_of_decoded_values(pair: str) -> None:
+    """Both multiply the same exact values in the same order, so bits agree."""
     call = operands(pair, 70, 130, 400)
     scaled = weft.matmul(**call, out_dtype=torch.float32)
     decoded = weft.matmul(numbers(call["a"]).float(), numbers(call["b"], of_b=True).float())
     assert (
         torch.equal(scaled, decoded) or pair == "nvfp4"
-    )  # whose scale of the tensor is a factor of the numbers here
+    )  # nvfp4's global scale is part of the decoded values here
     with choosing_for("sm_80"):
         assert torch.equal(weft.matmul(**call, out_dtype=torch.float32), scaled)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_fnuz_types_hold_the_same_numbers(element: Any) -> None:
-    """gfx942 has types of another bias and without -0: with -0, the largest and the smallest numbers, and NaN."""
+def test_fnuz_types_give_the_same_products(element: Any) -> None:
+    """gfx942's types have another bias and no -0; tested with -0, the largest and smallest values, and NaN."""
     a, w = torch.randn(70, 256), torch.randn(40, 256)
     a[0, 0], w[3] = -0.0, -0.0
     a[1, :3] = torch.tensor([448.0, -448.0, 2.0**-9])
@@ -215,7 +215,7 @@ def test_layouts(layout: Any) -> None:
         ((2, 0, 16), (2, 16, 5)), ((0, 3, 16), (0, 16, 5)),
     ],
 )  # fmt: skip
-def test_shapes_are_those_of_torch(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def test_shapes_match_torch(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     left, right = torch.randint(-8, 8, a).float(), torch.randint(-8, 8, b).float()
     assert torch.equal(weft.matmul(left, right), torch.matmul(left, right))
     leaves = [x.clone().requires_grad_() for x in (left, right)]
@@ -227,7 +227,7 @@ def test_shapes_are_those_of_torch(a: tuple[int, ...], b: tuple[int, ...]) -> No
 
 
 def test_batches_of_few_rows() -> None:
-    """Each of several products has its K in spans."""
+    """Batched products cut K into spans too."""
     a, b = torch.randn(3, 5, 2048).bfloat16(), torch.randn(3, 2048, 40).bfloat16()
     residual = torch.randn(3, 5, 40).bfloat16()
     got = weft.matmul(a, b, residual=residual)
@@ -236,8 +236,8 @@ def test_batches_of_few_rows() -> None:
 
 
 @pytest.mark.parametrize("block", ["tensor", "128x128"])
-def test_either_copy_serves_where_both_are_the_same(block: Any) -> None:
-    """The gradient of x from the weight's one copy."""
+def test_either_copy_works_if_both_hold_the_same_codes(block: Any) -> None:
+    """The gradient of x reads the weight's only copy."""
     w = weft.quantize(torch.randn(200, 260), block)
     dy = weft.quantize(torch.randn(70, 200), "1x128" if block == "128x128" else block)
     check(a=dy, b=w)
@@ -246,24 +246,24 @@ def test_either_copy_serves_where_both_are_the_same(block: Any) -> None:
     check(a=column, b=other)
 
 
-def test_transposes_of_quantised_matrices() -> None:
+def test_transposes_of_quantized_matrices() -> None:
     w = weft.quantize(torch.randn(40, 300), "1x128", columnwise=True)
-    for turned in (w.T, w.t(), w.mT, w.transpose(0, 1), w.permute(1, 0), w.transpose(-1, 0)):
-        assert isinstance(turned, QTensor)
-        assert turned.shape == (300, 40)
-        assert turned.rowwise is w.columnwise
-        assert turned.columnwise is w.rowwise
-        assert torch.equal(turned.T.dequantize(), w.dequantize())
+    for transposed in (w.T, w.t(), w.mT, w.transpose(0, 1), w.permute(1, 0), w.transpose(-1, 0)):
+        assert isinstance(transposed, QTensor)
+        assert transposed.shape == (300, 40)
+        assert transposed.rowwise is w.columnwise
+        assert transposed.columnwise is w.rowwise
+        assert torch.equal(transposed.T.dequantize(), w.dequantize())
     assert not isinstance(weft.quantize(torch.randn(3, 4, 32), "mx").transpose(0, 1), QTensor)
 
 
-# ---- what follows the product ---------------------------------------------------------------------------------
+# ---- epilogues ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("pair", "rows"), covering(["bf16", "fp8-blocks", "int8-row"], ["spans", "whole"], together=1)
 )
-def test_everything_that_follows(pair: str, rows: str) -> None:
+def test_epilogues(pair: str, rows: str) -> None:
     (m, k), n = {"spans": (5, 2048), "whole": (70, 256)}[rows], 260
     call = operands(pair, m, n, k)
     bias, residual = torch.randn(n), torch.randn(m, n)
@@ -284,8 +284,8 @@ def test_everything_that_follows(pair: str, rows: str) -> None:
         together=1,
     ),
 )
-def test_quantised_results_are_those_of_quantize(m: int, spec: str) -> None:
-    """By the product's own kernel where a format's scales lie within its tiles, or from a plain result."""
+def test_quantized_results_match_quantize(m: int, spec: str) -> None:
+    """The product's kernel quantizes formats whose scales lie within its tiles; others are quantized afterwards."""
     call = operands("fp8-blocks", m, 300, 2048)
     plain = weft.matmul(**call, glu="silu")
     for columnwise in (False, True) if spec != "row" else (False,):
@@ -318,7 +318,7 @@ def test_out_and_accumulate() -> None:
 # ---- gradients ------------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_quantised_operands_pass_straight() -> None:
+def test_gradients_pass_straight_through_quantized_operands() -> None:
     x = torch.randn(70, 256, requires_grad=True)
     w = torch.randn(40, 256, requires_grad=True)
     xq, wq = weft.quantize(x, "1x128"), weft.quantize(w, "128x128")
@@ -350,7 +350,7 @@ def test_twice_differentiable() -> None:
     "pair", ["fp8-blocks", *(pytest.param(p, marks=pytest.mark.slow) for p in ("int8-row", "mxfp8"))]
 )
 def test_torch_multiplies_codes(pair: str) -> None:
-    """`@` and `F.linear` of two quantised matrices are `matmul`, and their gradients are those of decoded numbers."""
+    """`@` and `F.linear` of two quantized matrices run `matmul`, with the gradients of the decoded matrices."""
     call = operands(pair, 6, 48, 256)
     a, w, bias = call["a"], call["b"].T, torch.randn(48).bfloat16()
     wanted = weft.matmul(a, w.T, engine="weft")
@@ -364,23 +364,23 @@ def test_torch_multiplies_codes(pair: str) -> None:
         assert torch.equal(compiled(a, w, bias), with_bias)
     assert len(used) == 4
     leaves = [x.dequantize().requires_grad_() for x in (a, w)]
-    quantised = [weft.quantize(x, q.spec) for x, q in zip(leaves, (a, w), strict=True)]
+    quantized = [weft.quantize(x, q.spec) for x, q in zip(leaves, (a, w), strict=True)]
     dy = torch.randn(6, 48).bfloat16()
-    linear(*quantised).backward(dy)
+    linear(*quantized).backward(dy)
     for leaf, right in zip(leaves, (dy @ w.dequantize(), dy.T @ a.dequantize()), strict=True):
         assert torch.equal(leaf.grad, right)
 
 
-def test_torch_dequantises_what_does_not_multiply() -> None:
-    """Formats that are no pair, a copy that is missing, other dtypes, and a matrix beside a plain one."""
+def test_torch_dequantizes_unsupported_pairs() -> None:
+    """Unsupported formats, a missing copy, different dtypes, or a plain operand fall back to dequantization."""
     a, w = _plain(6, 64), _plain(16, 64)
     blocks, mx = weft.quantize(a, "1x128"), weft.quantize(w, "mx")
     columns = weft.quantize(w, "mx", rowwise=False, columnwise=True)
     row = weft.quantize(w, "row")
     with weft.record_engines() as used:
         for left, right in ((blocks, mx), (weft.quantize(a, "mx"), columns), (a, row), (blocks, w)):
-            numbers = [x.dequantize() if isinstance(x, QTensor) else x for x in (left, right)]
-            assert torch.equal(left @ right.T, numbers[0] @ numbers[1].T)
+            values = [x.dequantize() if isinstance(x, QTensor) else x for x in (left, right)]
+            assert torch.equal(left @ right.T, values[0] @ values[1].T)
         scaled = torch.addmm(torch.ones(16).bfloat16(), blocks, row.T, alpha=2)
         assert torch.equal(
             scaled, torch.addmm(torch.ones(16).bfloat16(), blocks.dequantize(), row.dequantize().T, alpha=2)
@@ -407,9 +407,9 @@ def _rotated(*shape: int) -> QTensor:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: weft.matmul(_plain(4, 8), _plain(5, 8)), "goes in as w.T"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(5, 8)), "Pass a weight .* as w.T"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5, dtype=torch.float16)), "one dtype"),
-        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), precision="tf32"), "for fp32 operands"),
+        (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), precision="tf32"), "requires fp32 operands"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), precision="high"), "must be 'ieee'"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), activation="swish"), "must be one of silu"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), glu="silu"), "2N"),
@@ -445,23 +445,23 @@ def _rotated(*shape: int) -> QTensor:
         ),
     ],
 )
-def test_mistakes_are_refused_in_words(call: Any, words: str) -> None:
+def test_mistakes_raise_clear_errors(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         call()
 
 
 @pytest.mark.parametrize("m", [48, 70], ids=["whole", "padded"])
 def test_rotated_operands(m: int) -> None:
-    """The gradient of a weight sums over the dimension along which both are rotated: it is the product of the rotated
-    numbers. Its own gradients are made of numbers that are rotated back."""
+    """A weight gradient sums over the dimension along which both operands are rotated, so it is the product of the
+    rotated values. Its own gradients use values that are rotated back."""
     generator = torch.Generator().manual_seed(5)
     x, dy = (torch.randn(m, n, generator=generator, requires_grad=True) for n in (40, 24))
     xq, dyq = (weft.quantize(t, ROTATED, columnwise=True) for t in (x, dy))
     length = -(-m // 16) * 16
-    turned = [
+    rotated = [
         QTensor((q.shape[1], length), q.dtype, "nvfp4", q.columnwise).dequantize().double() for q in (xq, dyq)
     ]
-    wanted = turned[1] @ turned[0].T
+    wanted = rotated[1] @ rotated[0].T
     dw = weft.matmul(dyq.T, xq, engine="weft")
     assert torch.allclose(dw.double(), wanted, rtol=1e-5, atol=1e-4)
     with weft.backend("reference"):
@@ -490,8 +490,8 @@ def test_rotated_operands_compiled() -> None:
         assert torch.equal(compiled(x, dy), function(x, dy))
 
 
-def test_every_pair_is_allowed_or_refused() -> None:
-    """Of all formats with each other and with plain numbers: right, or an error that says what to do."""
+def test_every_pair_multiplies_or_raises() -> None:
+    """Every pair of formats, or a format and a plain operand, multiplies or raises an error that says what to do."""
     x, w = torch.randn(5, 64).bfloat16(), torch.randn(16, 64).bfloat16()
     specs = [None, *sorted({f"{f.element}:{f.block}:te" for f in Format.all()})]
     errors = []
@@ -503,4 +503,4 @@ def test_every_pair_is_allowed_or_refused() -> None:
             except ValueError as error:
                 errors.append(str(error))
     assert 50 < len(errors) < len(specs) ** 2 - 80
-    assert all("uantise" in error for error in errors), errors
+    assert all("uantize" in error for error in errors), errors

@@ -1,4 +1,4 @@
-"""What products refuse, whoever calls them, and what a layer keeps right where only a part of it trains."""
+"""Invalid operands of products, and layers of which only some parameters train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.ops.product.recipes import RECIPES
 from weft.quant import PLAIN, Codes
 from weft.quant.qtensor import stand_in
 
-# Relative errors of results and gradients in the numbers of a recipe, with some room: of two to four products.
+# Generous relative errors of results and gradients of a recipe, over two to four products.
 ERRORS = {
     "bf16": 0.02,
     "fp8_block": 0.12,
@@ -48,11 +48,11 @@ def codes_of(x: Tensor, spec: str) -> Codes:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda codes: codes._replace(format=None), "without the others"),
-        (lambda codes: codes._replace(scale=None), "without the others"),
-        (lambda codes: PLAIN._replace(format=codes.format), "and no codes"),
+        (lambda codes: codes._replace(format=None), "is incomplete"),
+        (lambda codes: codes._replace(scale=None), "is incomplete"),
+        (lambda codes: PLAIN._replace(format=codes.format), "but has no codes"),
         (lambda codes: codes._replace(format="e5m2:1x128:te"), "codes are torch.float8_e4m3fn"),
         (lambda codes: codes._replace(format="e4m3:mx:te"), "scales are torch.float32"),
         (lambda codes: codes._replace(data=codes.data[:, :64]), r"codes have the shape \(8, 64\)"),
@@ -62,18 +62,18 @@ def codes_of(x: Tensor, spec: str) -> Codes:
     ],
 )
 @pytest.mark.parametrize("how", ["auto", "reference", "out", "traced"])
-def test_an_op_refuses_codes_that_it_would_misread(how: Any, change: Any, said: str) -> None:
-    """Whoever calls the op itself: here nobody has checked anything before."""
+def test_ops_raise_for_codes_that_they_would_misread(how: Any, change: Any, message: str) -> None:
+    """The op itself validates codes, without the checks of a public function."""
     x, w = torch.randn(8, 256), torch.randn(256, 16)
     args = matmul_args(stand_in(x), w, plain_result(x.dtype), a_codes=change(codes_of(x, "1x128")))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         call_the_op(args, how)
 
 
 def call_the_op(args: MatmulArgs, how: Any) -> None:
     if how == "out":
-        room = matmul_op.allocate(args)
-        matmul_op.into(room._replace(result=room.result._replace(y=torch.empty(8, 16))), args)
+        outputs = matmul_op.allocate(args)
+        matmul_op.into(outputs._replace(result=outputs.result._replace(y=torch.empty(8, 16))), args)
     elif how == "traced":
         with FakeTensorMode() as mode:
             is_tensor = lambda t: isinstance(t, Tensor)  # noqa: E731
@@ -84,7 +84,7 @@ def call_the_op(args: MatmulArgs, how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["auto", "reference", "out", "traced"])
-def test_an_op_refuses_formats_that_do_not_multiply(how: Any) -> None:
+def test_ops_raise_for_unsupported_pairs(how: Any) -> None:
     x, w = torch.randn(8, 256), torch.randn(256, 16)
     codes = {"a_codes": codes_of(x, "1x128"), "b_codes": codes_of(w.T.contiguous(), "mx")}
     args = matmul_args(stand_in(x), stand_in(w), plain_result(x.dtype), **codes)
@@ -92,8 +92,8 @@ def test_an_op_refuses_formats_that_do_not_multiply(how: Any) -> None:
         call_the_op(args, how)
 
 
-def test_codes_of_groups_in_slots_are_refused_by_who_knows_no_groups() -> None:
-    """`glu` begins the blocks of a column-wise copy anew with each group of rows; a dense product cannot know where."""
+def test_dense_readers_raise_for_codes_with_group_slots() -> None:
+    """`glu` restarts the blocks of a column-wise copy at each group, whose positions a dense product does not know."""
     x, ends = torch.randn(256, 256), torch.tensor([100, 200])
     q = weft.glu(x, ends=ends, align=16, quantize="1x128", columnwise=True)
     assert relative(q.dequantize(), weft.glu(x, ends=ends, align=16)) < 0.05
@@ -103,7 +103,7 @@ def test_codes_of_groups_in_slots_are_refused_by_who_knows_no_groups() -> None:
 
 
 def test_a_stray_format_does_not_outlive_the_codes() -> None:
-    """A QTensor that lacks the copy which a product reads is decoded where a compiler meets it, and read as numbers."""
+    """Under torch.compile a QTensor without the copy that a product reads is decoded and read as a plain tensor."""
     x, w = torch.randn(40, 128), torch.randn(128, 64)
     q = weft.quantize(x, "mx", rowwise=False, columnwise=True)
     compiled = torch.compile(weft.matmul, backend="aot_eager", fullgraph=True)
@@ -117,12 +117,12 @@ def test_a_stray_format_does_not_outlive_the_codes() -> None:
     [("mx", "row", "mx"), ("1x128", "128x128", "mx"), ("int8:row", "row", "row"), ("nvfp4", "nvfp4", "row")],
     ids="-".join,
 )
-def test_recipes_whose_formats_do_not_multiply_are_refused(formats: tuple[str, str, str]) -> None:
+def test_recipes_with_unsupported_pairs_raise(formats: tuple[str, str, str]) -> None:
     with pytest.raises(ValueError, match="cannot compute"):
         Recipe(*formats)
 
 
-def test_recipes_that_rotate_one_of_two_operands_are_refused() -> None:
+def test_recipes_that_rotate_only_one_operand_raise() -> None:
     rotated = "e2m1:nvfp4:te:hadamard-columnwise"
     for formats in (("nvfp4", "nvfp4", rotated), (rotated, "nvfp4", "nvfp4")):
         with pytest.raises(ValueError, match=r"dw = dy\^T x.*rotated"):
@@ -130,12 +130,12 @@ def test_recipes_that_rotate_one_of_two_operands_are_refused() -> None:
 
 
 def test_a_short_name_means_one_format() -> None:
-    """`1x128` and `e4m3:1x128` are the usual choice; a spec that names its convention says everything."""
+    """`1x128` and `e4m3:1x128` take defaults; a spec that names its convention takes none."""
     assert weft.Format.of("e4m3:1x128") == weft.Format.of("1x128")
     assert weft.Format.of("int8:128x128") == weft.Format("128x128", "int8")
     assert weft.Format.of("e4m3:1x128:te") != weft.Format.of("1x128")
     x, w = torch.randn(8, 128), torch.randn(128, 128)
-    other = weft.quantize(x, "e4m3:1x128:te")  # its scales are no powers of two, and are read all the same
+    other = weft.quantize(x, "e4m3:1x128:te")  # scales that are not powers of two can be read too
     assert relative(weft.linear(other, w, recipe="fp8_block"), x @ w.T) < ERRORS["fp8_block"]
 
 
@@ -157,7 +157,7 @@ def products(x: Tensor, w: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("spec", ["1x128", "mx", "e5m2:tensor"])
 @pytest.mark.parametrize("name", products(torch.empty(256, 128), torch.empty(256, 128)))
-def test_a_gradient_in_codes_is_that_of_its_numbers(name: str, spec: str, compiled: bool) -> None:
+def test_quantized_gradients_are_used_by_value(name: str, spec: str, compiled: bool) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(256, 128, requires_grad=True), torch.randn(256, 128, requires_grad=True)
     function = products(x, w)[name]
@@ -171,15 +171,15 @@ def test_a_gradient_in_codes_is_that_of_its_numbers(name: str, spec: str, compil
         assert mine is None or its is None or relative(mine, its) < limit
 
 
-def test_a_gated_unit_hands_its_gradient_to_any_product() -> None:
-    """The chain in which a gradient in codes arises: 19 times too large where its format was lost."""
+def test_products_take_the_quantized_gradient_of_a_gated_unit() -> None:
+    """A quantized gradient that lost its format used to be 19 times too large here."""
     x, w = torch.randn(64, 128, requires_grad=True), torch.randn(256, 128)
     (got,) = torch.autograd.grad(weft.glu(weft.matmul(x, w.T), quantize_grad="1x128").sum(), x)
     (wanted,) = torch.autograd.grad(weft.glu(weft.matmul(x, w.T)).sum(), x)
     assert relative(got, wanted) < 0.05
 
 
-# ---- layers of which a part trains ----------------------------------------------------------------------
+# ---- partly frozen layers -------------------------------------------------------------------------------
 
 
 def layer_of_experts(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -197,10 +197,10 @@ def layer_of_experts(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 CHOSEN = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(i))[:2] for i in range(64)])
 
 
-def run_experts(recipe: str | None, weights: Tensor, biased: bool, **given: Tensor) -> Tensor:
-    biases = {name: given.pop(name) for name in ("up_bias", "down_bias")}
+def run_experts(recipe: str | None, weights: Tensor, biased: bool, **tensors: Tensor) -> Tensor:
+    biases = {name: tensors.pop(name) for name in ("up_bias", "down_bias")}
     torch.manual_seed(1)
-    return weft.experts(routing=(weights, CHOSEN), recipe=recipe, **given, **(biases if biased else {}))
+    return weft.experts(routing=(weights, CHOSEN), recipe=recipe, **tensors, **(biases if biased else {}))
 
 
 def run_linear(recipe: str | None, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -209,37 +209,37 @@ def run_linear(recipe: str | None, x: Tensor, weight: Tensor, bias: Tensor) -> T
 
 
 def assert_partly_frozen(
-    function: Any, given: dict[str, Tensor], limit: float, unused: tuple[str, ...] = ()
+    function: Any, tensors: dict[str, Tensor], limit: float, unused: tuple[str, ...] = ()
 ) -> None:
-    """Each tensor alone gets the gradient that it has among all of them, and all are near those of plain numbers."""
+    """Assert that a tensor trained alone gets the gradient that it gets when all train."""
     torch.manual_seed(2)
-    all_of_them = {n: t.clone().requires_grad_() for n, t in given.items()}
+    all_of_them = {n: t.clone().requires_grad_() for n, t in tensors.items()}
     y = function(**all_of_them)
     dy = torch.randn(y.shape)
-    used = [n for n in given if n not in unused]
-    whole = dict(
+    used = [n for n in tensors if n not in unused]
+    expected = dict(
         zip(used, torch.autograd.grad(y, [all_of_them[n] for n in used], dy.to(y.dtype)), strict=True)
     )
     for name in used:
-        alone = {n: t.clone().requires_grad_(n == name) for n, t in given.items()}
+        alone = {n: t.clone().requires_grad_(n == name) for n, t in tensors.items()}
         (got,) = torch.autograd.grad(function(**alone), alone[name], dy.to(y.dtype))
         assert got.isfinite().all(), name
-        assert relative(got, whole[name]) < limit, name
+        assert relative(got, expected[name]) < limit, name
 
 
 @pytest.mark.parametrize(
     "biased", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="biased")]
 )
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_experts_of_which_one_parameter_trains(recipe: str | None, biased: bool) -> None:
-    """`down` alone, or the weights of the router alone, used to read memory that nobody had written."""
-    given = layer_of_experts()
+def test_experts_with_one_trained_parameter(recipe: str | None, biased: bool) -> None:
+    """Training only `down`, or only the routing weights, used to read uninitialized memory."""
+    tensors = layer_of_experts()
     unused = () if biased else ("up_bias", "down_bias")
-    limit = ERRORS["nvfp4"] if recipe == "nvfp4" else 1e-5  # the same codes, but for drawn ones
-    assert_partly_frozen(lambda **kw: run_experts(recipe, biased=biased, **kw), given, limit, unused)
-    plain = {n: t.clone().requires_grad_() for n, t in given.items()}
-    mine = {n: t.clone().requires_grad_() for n, t in given.items()}
-    used = [n for n in given if n not in unused]
+    limit = ERRORS["nvfp4"] if recipe == "nvfp4" else 1e-5  # equal codes, unless they are drawn
+    assert_partly_frozen(lambda **kw: run_experts(recipe, biased=biased, **kw), tensors, limit, unused)
+    plain = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+    mine = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+    used = [n for n in tensors if n not in unused]
     wanted = torch.autograd.grad(run_experts(None, biased=biased, **plain).sum(), [plain[n] for n in used])
     got = torch.autograd.grad(run_experts(recipe, biased=biased, **mine).sum(), [mine[n] for n in used])
     for name, a, b in zip(used, got, wanted, strict=True):
@@ -247,47 +247,47 @@ def test_experts_of_which_one_parameter_trains(recipe: str | None, biased: bool)
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_a_layer_of_which_one_parameter_trains(recipe: str | None) -> None:
+def test_a_layer_with_one_trained_parameter(recipe: str | None) -> None:
     torch.manual_seed(0)
-    given = {"x": torch.randn(72, 128), "weight": torch.randn(256, 128) / 11, "bias": torch.randn(256)}
+    tensors = {"x": torch.randn(72, 128), "weight": torch.randn(256, 128) / 11, "bias": torch.randn(256)}
     assert_partly_frozen(
-        lambda **kw: run_linear(recipe, **kw), given, ERRORS["nvfp4"] if recipe == "nvfp4" else 1e-5
+        lambda **kw: run_linear(recipe, **kw), tensors, ERRORS["nvfp4"] if recipe == "nvfp4" else 1e-5
     )
 
 
-def test_frozen_experts_without_the_copy_that_a_gradient_reads_are_refused() -> None:
-    """Its gradient was zeros or garbage: `down` was checked against x, and not against what it multiplies."""
-    given = layer_of_experts()
-    given["up"].requires_grad_()
-    given["down"] = weft.quantize(given["down"], "mx")
+def test_frozen_experts_without_the_copy_for_a_gradient_raise() -> None:
+    """The gradient used to be zeros or garbage, because `down` was checked against x instead of its own operand."""
+    tensors = layer_of_experts()
+    tensors["up"].requires_grad_()
+    tensors["down"] = weft.quantize(tensors["down"], "mx")
     with pytest.raises(ValueError, match="down has no column-wise copy"):
-        run_experts("mxfp8", biased=False, **given)
+        run_experts("mxfp8", biased=False, **tensors)
 
 
-def test_weights_and_experts_of_other_shapes_are_refused() -> None:
-    given = layer_of_experts()
-    given["weights"] = given["weights"].T.contiguous()
+def test_mismatched_routing_shapes_raise() -> None:
+    tensors = layer_of_experts()
+    tensors["weights"] = tensors["weights"].T.contiguous()
     with pytest.raises(ValueError, match=r"both \[..., k\]; got \(2, 64\) and \(64, 2\)"):
-        run_experts(None, biased=False, **given)
+        run_experts(None, biased=False, **tensors)
 
 
 @pytest.mark.parametrize("spec", ["1x128", "mx", "row", "nvfp4"])
 @pytest.mark.parametrize("recipe", [None, "fp8_block"])
 def test_experts_of_quantized_tokens(recipe: str | None, spec: str) -> None:
-    """Codes that the recipe reads are moved as they are; others are decoded. With gradients all are."""
-    given = layer_of_experts()
-    x = given.pop("x")
+    """Codes in the recipe's format are moved as they are; others are decoded, and with gradients all are."""
+    tensors = layer_of_experts()
+    x = tensors.pop("x")
     q = weft.quantize(x, spec)
     with torch.no_grad():
-        got = run_experts(recipe, biased=False, x=q, **given)
-        wanted = run_experts(recipe, biased=False, x=q.dequantize(), **given)
+        got = run_experts(recipe, biased=False, x=q, **tensors)
+        wanted = run_experts(recipe, biased=False, x=q.dequantize(), **tensors)
     assert relative(got, wanted) < (1e-6 if recipe is None or spec == "1x128" else ERRORS["fp8_block"])
-    given["up"].requires_grad_()
-    (up,) = torch.autograd.grad(run_experts(recipe, biased=False, x=q, **given).sum(), given["up"])
-    (same,) = torch.autograd.grad(
-        run_experts(recipe, biased=False, x=q.dequantize(), **given).sum(), given["up"]
+    tensors["up"].requires_grad_()
+    (up,) = torch.autograd.grad(run_experts(recipe, biased=False, x=q, **tensors).sum(), tensors["up"])
+    (up_decoded,) = torch.autograd.grad(
+        run_experts(recipe, biased=False, x=q.dequantize(), **tensors).sum(), tensors["up"]
     )
-    assert torch.equal(up, same)
+    assert torch.equal(up, up_decoded)
 
 
 # ---- infinities -----------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def test_experts_of_quantized_tokens(recipe: str | None, spec: str) -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gradient_that_is_not_finite_stays_so(recipe: str, bad: float) -> None:
-    """Formats that saturate hid an overflow from `GradScaler`, which then took the step."""
+def test_nonfinite_gradients_stay_nonfinite(recipe: str, bad: float) -> None:
+    """Saturating formats used to hide an overflow from `GradScaler`, which then took the step."""
     torch.manual_seed(0)
     x, w = torch.randn(64, 128, requires_grad=True), torch.randn(256, 128, requires_grad=True)
     dy = torch.randn(64, 256)
@@ -306,7 +306,7 @@ def test_a_gradient_that_is_not_finite_stays_so(recipe: str, bad: float) -> None
     assert not dw[5].isfinite().any()
 
 
-def test_a_gradient_that_is_not_finite_stays_so_with_delayed_scaling() -> None:
+def test_nonfinite_gradients_stay_nonfinite_with_delayed_scaling() -> None:
     torch.manual_seed(0)
     scaling = weft.DelayedScaling(history=4)
     x, w = torch.randn(64, 128), torch.randn(256, 128, requires_grad=True)
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_not_finite_stays_so_with_delayed_scaling() -> None:
         (dw,) = torch.autograd.grad(weft.linear(x, w, recipe="fp8_tensor", scaling=scaling), w, dy)
         assert bool(dw.isfinite().all()) == (step != 1)
         scaling.step()
-        # The step that overflowed leaves no trace in the scales of the next ones.
+        # The step that overflowed does not affect later scales.
         assert scaling.grad_scale == 1 / (57344 / dy[dy.isfinite()].abs().max())
 
 
@@ -331,8 +331,8 @@ def test_grad_scaler_skips_a_step_that_overflowed() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
-def test_gradients_of_finite_numbers_keep_their_bytes() -> None:
-    """The convention that keeps infinities makes the same codes and scales otherwise."""
+def test_finite_gradients_have_the_same_bytes_in_both_conventions() -> None:
+    """The convention that keeps infinities makes the same codes and scales for finite gradients."""
     dy = torch.randn(256, 512) * torch.logspace(-8, 4, 256)[:, None]
     for recipe in RECIPES.values():
         if recipe.grad is not None and recipe.grad != recipe.x:
@@ -348,21 +348,21 @@ def test_gradients_of_finite_numbers_keep_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
-def test_weights_are_quantized_anew_after_a_fused_step(make: Any) -> None:
-    """Fused optimizers change weights without moving their version."""
+def test_weights_are_quantized_again_after_a_fused_step(make: Any) -> None:
+    """Fused optimizers change weights without incrementing their version."""
     layer = weft.nn.Linear(128, 128, bias=False, recipe="fp8_block")
     optimizer, x = make(layer.parameters(), lr=1.0, fused=True), torch.randn(8, 128)
     with weft.reuse_weights():
         first = layer(x)
         first.sum().backward()
         optimizer.step()
-        again = layer(x)
-    assert not torch.equal(first, again)
-    assert torch.equal(again, layer(x))
+        second = layer(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, layer(x))
 
 
 def test_reuse_belongs_to_one_thread() -> None:
-    """While another thread is in its block, weights that this one changes without counting are read anew."""
+    """Another thread's block does not make this thread reuse weights."""
     w, x = torch.randn(128, 128), torch.randn(8, 128)
     entered, done = threading.Event(), threading.Event()
 
@@ -385,8 +385,8 @@ def test_reuse_belongs_to_one_thread() -> None:
 # ---- results in the caller's memory ---------------------------------------------------------------------
 
 
-def test_a_result_over_its_operands_is_refused() -> None:
-    """Programs read tiles that others have written by then: 9,000 off."""
+def test_a_result_that_overlaps_its_operands_raises() -> None:
+    """Otherwise programs would read tiles that others have already overwritten."""
     a, b, ends = torch.randn(300, 300), torch.randn(300, 300), torch.tensor([300])
     for call in (
         lambda: weft.matmul(a, b, out=a),
@@ -404,7 +404,7 @@ def test_a_result_over_its_operands_is_refused() -> None:
     assert relative(weft.matmul(a, b, out=out, accumulate=True), wanted) < 1e-5
 
 
-def test_a_compiled_result_over_its_operands_is_right_or_refused() -> None:
+def test_a_compiled_result_that_overlaps_its_operands_is_right_or_raises() -> None:
     a, b = torch.randn(300, 300), torch.randn(300, 300)
     product, norm = (
         torch.compile(f, backend="aot_eager", fullgraph=True) for f in (weft.matmul, weft.rms_norm)
@@ -435,7 +435,7 @@ def test_a_result_has_the_dtype_of_out(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "fp8_block", "fp8_tensor"])
 def test_main_grad_compiled(recipe: str | None) -> None:
-    """A compiled layer left `main_grad` at zero and made a gradient instead."""
+    """A compiled layer used to leave `main_grad` at zero and return a gradient instead."""
     layer, x = weft.nn.Linear(128, 128, recipe=recipe), torch.randn(32, 128)
     layer.weight.main_grad = torch.ones(128, 128)
     layer(x).sum().backward()
@@ -465,7 +465,7 @@ def test_sums_of_int8_over_many_rows_do_not_exceed_int32() -> None:
 
 @pytest.mark.parametrize("spec", [None, "row", "mx"])
 def test_adversarial_sums_are_within_their_bound(spec: str | None) -> None:
-    """One large term among small ones that it swallows: the error is K * 2^-24 * sum |a b|, and not K / 16 of it."""
+    """A large term that absorbs small ones gives an error near K * 2^-24 * sum |a b|, not K / 16 of that."""
     k = 4096
     a = torch.full((1, k), 2.0**-12)
     a[0, 0] = 1.0
@@ -482,7 +482,7 @@ def test_adversarial_sums_are_within_their_bound(spec: str | None) -> None:
 
 
 def test_a_seed_is_drawn_on_the_host() -> None:
-    """Neither a default device nor a mode sees it."""
+    """Default devices and dispatch modes do not affect the draw."""
     x, w = torch.randn(32, 128), torch.randn(128, 128, requires_grad=True)
     with torch.device("meta"):
         y = weft.linear(x, w, recipe="nvfp4")

@@ -1,4 +1,4 @@
-"""Products as compiled for GPUs: no spills, shared memory that the target has, and its matrix instructions."""
+"""Products compiled for GPUs: no spills, shared memory within the target's limit, and matrix instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.runtime import TARGETS, Variant, recording
 N, K = 4096, 7168
 ROWS = (4096, 16)
 
-# What multiplies: instructions of which a binary has at least one, by target and kind of operands.
+# Matrix instruction that a binary must contain, by target and pair.
 HALF, BYTES, GROUPS = (
     ("bf16",),
     ("fp8-row", "fp8-tensor", "fp8-blocks", "fp8-blocks-wgrad"),
@@ -53,7 +53,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def variant(pair: str, rows: int, target: str) -> Variant:
-    """What a product launches on a target."""
+    """Return the variant that a product launches on a target."""
     settings = dict(PAIRS[pair])
     dtype = settings.pop("dtype", torch.bfloat16)
     with recording(target):
@@ -70,27 +70,27 @@ def variant(pair: str, rows: int, target: str) -> Variant:
 
 
 def faults(pair: str, rows: int, target: str, binary: Any) -> list[str]:
-    found = flaws(target, binary)
+    problems = flaws(target, binary)
     if rows > 64 and isinstance(binary, Binary):
         unit = UNITS.get((target, pair))
         if unit is not None and not binary.count(unit):
-            found.append(f"no {unit} among {sorted(binary.opcodes)}")
+            problems.append(f"no {unit} among {sorted(binary.opcodes)}")
         if target in ("sm_90", "sm_100") and pair in (*HALF, *BYTES) and not binary.count("UTMALDG"):
-            found.append("tiles are not copied in bulk")
+            problems.append("tiles are not copied in bulk")
         if target in ("sm_90", "sm_100", "sm_120") and pair in BYTES and binary.count("F2FP.*E[45]M"):
-            found.append("codes are converted")
-    return found
+            problems.append("codes are converted")
+    return problems
 
 
 def compiled(products: Iterable[tuple[str, str]]) -> dict[tuple[str, str], list[Any]]:
-    """The binaries of products on targets, one for each number of rows."""
+    """Compile products for targets, one binary per number of rows."""
     keys = list(products)
     jobs = [(variant(pair, rows, target), target) for target, pair in keys for rows in ROWS]
     binaries = iter(compile_all(jobs, timeout=300))
     return {key: [next(binaries) for _ in ROWS] for key in keys}
 
 
-# Those that are compiled with every change.
+# Products that are compiled in every test run, not only in slow runs.
 CHANGED = {
     ("sm_90", "bf16"),
     ("sm_90", "fp8-blocks"),
@@ -102,7 +102,7 @@ CHANGED = {
 
 @cache
 def binaries_of(target: str, pair: str) -> list[Any]:
-    """Those of `CHANGED` come from one process, which takes as long to start as it takes to compile a product."""
+    """Compile a product; `CHANGED` is compiled in one process, whose start takes as long as compiling one product."""
     return (
         _every_time()[target, pair] if (target, pair) in CHANGED else compiled([(target, pair)])[target, pair]
     )
@@ -140,11 +140,11 @@ STEPS = ("forward", "few rows", "gated", "gathered", "gradient of rows", "gradie
 
 
 def group_variant(recipe: str, step: str, target: str) -> Variant:
-    """What a step of a layer launches on a target."""
+    """Return the variant that a step of a layer launches on a target."""
     rows, groups, n, k = GROUPS
     few = step == "few rows"
 
-    def made(x: torch.Tensor, spec: str | None) -> torch.Tensor:
+    def quantized(x: torch.Tensor, spec: str | None) -> torch.Tensor:
         return x if spec is None else weft.quantize(x, spec, columnwise=True)
 
     def plain(*shape: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def group_variant(recipe: str, step: str, target: str) -> Variant:
 
     with recording(target):
         x, w, dy = (
-            made(t, spec)
+            quantized(t, spec)
             for t, spec in zip(
                 (plain(64 if few else rows, k), plain(groups, n, k), plain(rows, n)),
                 RECIPES[recipe],
@@ -161,7 +161,7 @@ def group_variant(recipe: str, step: str, target: str) -> Variant:
         )
         ends = _empty(groups, dtype=torch.int32)
         gather = weft.row_map(_empty(rows // 2, 2, dtype=torch.int32), groups, align=128)
-        tokens = made(plain(rows // 2, k), RECIPES[recipe][0])
+        tokens = quantized(plain(rows // 2, k), RECIPES[recipe][0])
     main = _empty(groups, n, k, dtype=torch.float32)
     with recording(target) as variants:
         if step == "gradient of weights":
@@ -186,7 +186,7 @@ def test_groups_compile(target: str, recipe: str) -> None:
         assert not faults(recipe, 0, target, binary), step
 
 
-def test_what_should_not_be_is_noticed() -> None:
+def test_faults_are_detected() -> None:
     binary, _ = binaries_of("sm_90", "bf16")
     assert not faults("bf16", 4096, "sm_90", binary)
     assert faults("int8-row", 4096, "sm_90", binary)

@@ -1,4 +1,4 @@
-"""The table "One contract" of docs/products.md, cell by cell."""
+"""Tests of every cell of the table "One contract" in docs/products.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_ARGUMENT = ("no argument", "no weight", "no recipe", "no gradient")
 
 
 class Function:
-    """A function of the table with its operands, each of them plain."""
+    """Function of the table with its plain operands."""
 
     def __init__(
         self, call: Callable[..., Tensor], kinds: dict[str, tuple[int, ...]], read: dict[str, str]
@@ -36,7 +36,7 @@ def experts(x: Tensor, up: Tensor, down: Tensor, **options: Any) -> Tensor:
     return weft.experts(x, up, down, (torch.ones(256, 1), CHOSEN), **options)
 
 
-# The operands, and the copy of each that is read.
+# Shapes of operands, and the copy of each that is read.
 FUNCTIONS = {
     "matmul": Function(weft.matmul, {"a": (256, 128), "b": (128, 256)}, {"a": "rowwise", "b": "columnwise"}),
     "linear": Function(weft.linear, {"x": (256, 128), "weight": (256, 128)}, {"weight": "rowwise"}),
@@ -128,14 +128,14 @@ def trained_alone(f: Function) -> None:
 
 
 def main_grad(f: Function) -> None:
-    wanted, given = tracked(f.operands()), tracked(f.operands())
+    wanted, leaves = tracked(f.operands()), tracked(f.operands())
     f.call(**wanted).sum().backward()
     for name in f.read:
-        given[name].main_grad = torch.zeros_like(given[name])  # type: ignore[attr-defined]
-    f.call(**given).sum().backward()
+        leaves[name].main_grad = torch.zeros_like(leaves[name])  # type: ignore[attr-defined]
+    f.call(**leaves).sum().backward()
     for name in f.read:
-        assert given[name].grad is None
-        assert relative(given[name].main_grad, wanted[name].grad) < 1e-6  # type: ignore[attr-defined, arg-type]
+        assert leaves[name].grad is None
+        assert relative(leaves[name].main_grad, wanted[name].grad) < 1e-6  # type: ignore[attr-defined, arg-type]
 
 
 def functional_gradient(f: Function, **options: Any) -> None:
@@ -172,7 +172,9 @@ def forward_mode(f: Function) -> None:
 
 def compiled(f: Function, **options: Any) -> None:
     leaves = tracked(f.operands()) if f is not FUNCTIONS["grouped_wgrad"] else f.operands()
-    function = torch.compile(lambda **given: f.call(**given, **options), backend="aot_eager", fullgraph=True)
+    function = torch.compile(
+        lambda **tensors: f.call(**tensors, **options), backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(function(**leaves), f.call(**leaves, **options))
 
 
@@ -205,7 +207,7 @@ ROWS: dict[str, Callable[[Function], None]] = {
     "`torch.inference_mode` with quantized weights": inference,
 }
 
-# What a refusal says.
+# Text of the error of each refused row.
 WORDS = {
     "`out=` over an operand": "shares memory",
     "`out=` with gradients": "no_grad",
@@ -221,7 +223,7 @@ WORDS = {
 
 
 def table() -> dict[tuple[str, str], str]:
-    """(row, function) -> what the cell says."""
+    """Return (row, function) -> text of the cell."""
     text = (Path(__file__).parents[3] / "docs/products.md").read_text()
     section = text.split("## One contract")[1].split("\n## ")[0]
     lines = [
@@ -233,7 +235,7 @@ def table() -> dict[tuple[str, str], str]:
     return {(row, name): cell for row, *cells in lines[2:] for name, cell in zip(names, cells, strict=True)}
 
 
-def test_the_table_is_the_one_that_is_run() -> None:
+def test_the_table_lists_the_tested_rows() -> None:
     assert {row for row, _ in table()} == set(ROWS)
     assert {name for _, name in table()} == set(FUNCTIONS)
 
@@ -262,7 +264,7 @@ def test_a_cell(row: str, name: str) -> None:
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_codes_are_read_or_refused_compiled(name: str, spec: str, copies: str) -> None:
-    """Each operand in turn, without gradients and with those of the others: what a graph does with codes."""
+    """A graph reads or rejects a quantized operand, with and without gradients of the others."""
     f = FUNCTIONS[name]
     plain_operands = f.operands()
     for operand in f.kinds:
@@ -279,11 +281,11 @@ def test_codes_are_read_or_refused_compiled(name: str, spec: str, copies: str) -
                 torch._dynamo.reset()
                 function = torch.compile(f.call, backend="aot_eager", fullgraph=True)
                 y = (function if isinstance(x, weft.QTensor) else f.call)(**leaves, **{operand: x})
-                found = {"y": y.detach().double()}
+                results = {"y": y.detach().double()}
                 if y.requires_grad:
                     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
                     grads = torch.autograd.grad(y, list(leaves.values()), dy)
-                    found |= {f"d{n}": g.double() for n, g in zip(leaves, grads, strict=True)}
-                return found
+                    results |= {f"d{n}": g.double() for n, g in zip(leaves, grads, strict=True)}
+                return results
 
             assert_read_or_refused(compute, q, f"{name} {operand}")

@@ -1,4 +1,4 @@
-"""Who multiplies: the table, what it cannot do, what is recorded, and the calls of other libraries."""
+"""Engine selection: the table, unsupported calls, records, and the calls of other libraries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def forms(pair: str) -> tuple[Form, Form]:
     return a, b
 
 
-def test_the_table_names_what_there_is() -> None:
+def test_the_table_names_existing_pairs_and_targets() -> None:
     pairs = {pair_of(*forms(pair)) for pair in EVERY}
     entries = [
         (target, pair, rule.engine) for rule in TABLE for target in rule.targets for pair in rule.pairs
@@ -64,7 +64,7 @@ def test_the_table_names_what_there_is() -> None:
     assert by_table("fp8 1x128 x 128x128", 4096, "sm_120") == ()
 
 
-def test_what_ran_is_recorded() -> None:
+def test_engines_are_recorded() -> None:
     call = operands("bf16", 70, 40, 128)
     plain = {name: call[name] for name in ("a", "b")}
     with weft.record_engines() as outer:
@@ -97,12 +97,12 @@ def test_products_of_torch_are_as_accurate(shape: tuple[int, int, int]) -> None:
         ({"bias": torch.ones(40)}, "lacks bias"),
         ({"activation": "silu"}, "an activation"),
         ({"out_dtype": torch.float32}, "another dtype"),
-        ({"quantize": "mx"}, "quantised"),
+        ({"quantize": "mx"}, "quantized"),
         ({"batch_invariant": True}, "batch_invariant"),
         ({"engine": "cublas"}, "must be 'auto'"),
     ],
 )
-def test_what_torch_lacks_is_refused_in_words(more: dict[str, Any], words: str) -> None:
+def test_unsupported_calls_of_torch_raise(more: dict[str, Any], words: str) -> None:
     call = operands("bf16", 5, 40, 128) | {"engine": "torch"}
     with pytest.raises(ValueError, match=words):
         weft.matmul(**call | more)
@@ -111,7 +111,7 @@ def test_what_torch_lacks_is_refused_in_words(more: dict[str, Any], words: str) 
 
 
 def on_meta(pair: str, m: int = 256, n: int = 384, k: int = 512) -> MatmulArgs:
-    """The arguments of a product, without memory."""
+    """Return the arguments of a product on the meta device."""
     device = torch.device("meta")
     codes = []
     for name, rows in (("a", m), ("b", n)):
@@ -129,7 +129,7 @@ def on_meta(pair: str, m: int = 256, n: int = 384, k: int = 512) -> MatmulArgs:
 
 @pytest.mark.parametrize("pair", ["fp8-row", "fp8-tensor", "fp8-blocks", "mxfp8", "nvfp4"])
 def test_scaled_products_of_torch(pair: str) -> None:
-    """PyTorch multiplies these on a GPU, but its meta functions check shapes, dtypes and most strides."""
+    """PyTorch multiplies these only on a GPU, but its meta functions check shapes, dtypes and most strides."""
     args = on_meta(pair)
 
     def product(a: MatmulArgs) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_int8_of_torch_has_the_same_bits(pair: str, dtype: torch.dtype) -> None:
 
 
 def groups_of(p: dict[str, Any]) -> GroupedArgs:
-    """The product of a problem of groups."""
+    """Return the arguments of a grouped product."""
     codes = {}
     for name in ("x", "w"):
         x = p[name]
@@ -179,17 +179,17 @@ def filled(rows: int, n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("align", [1, 16])
 def test_groups_of_torch(align: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product for all groups, in memory full of NaN: pads, of which x has NaN, become zeros."""
+    """PyTorch's grouped product writes zeros into padding rows, even though x and the output start as NaN there."""
     functional = torch.nn.functional
     product = functional.grouped_mm
 
     def checked(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-        assert offs.dtype is torch.int32  # what a GPU demands, or reads past the end without
+        assert offs.dtype is torch.int32  # a GPU requires it, or reads past the end
         assert offs.max() <= len(x)
         return product(x, w, offs=offs)
 
     monkeypatch.setattr(functional, "grouped_mm", checked)
-    for seed, rest in (("a", 0), ("b", 0), ("b", 20)):  # the last with groups that end after the last row
+    for seed, rest in (("a", 0), ("b", 0), ("b", 20)):  # in the last case groups end after the last row
         p = problem("bf16", 5, align, seed)
         p["x"] = p["x"][: len(p["x"]) - rest]
         args = groups_of(p)
@@ -200,18 +200,18 @@ def test_groups_of_torch(align: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DeepGemm:
-    """DeepGEMM's functions with their argument lists, what they demand on sm_90 and sm_100, and their results."""
+    """Fake DeepGEMM with its signatures, its requirements on sm_90 and sm_100, and its results."""
 
     scales = torch.float32  # on sm_90; on sm_100 they are int32
 
-    def _numbers(self, operand: tuple[torch.Tensor, torch.Tensor], height: int) -> torch.Tensor:
-        """Of codes [.., rows, K] with a scale for each [height, 128]."""
+    def _decode(self, operand: tuple[torch.Tensor, torch.Tensor], height: int) -> torch.Tensor:
+        """Decode codes [.., rows, K] with one scale per [height, 128]."""
         data, scale = operand
         assert scale.dtype is self.scales
         assert data.dtype is torch.float8_e4m3fn
         assert data.stride(-1) == 1
         rows, k = data.shape[-2:]
-        if scale.dtype is torch.int32:  # four exponents each, a scale for every row
+        if scale.dtype is torch.int32:  # packed exponents, one scale per row
             assert scale.stride() == (1, -(-rows // 4) * 4)
             bytes_ = scale.contiguous().view(torch.uint8).reshape(rows, -1)[:, : k // 128]
             scale, height = torch.exp2(bytes_.float() - 127), 1
@@ -225,7 +225,7 @@ class DeepGemm:
     ) -> None:  # fmt: skip
         assert a[1].stride(0) == 1
         assert d.dtype is torch.bfloat16
-        d.copy_(self._numbers(a, 1) @ self._numbers(b, 128).T)
+        d.copy_(self._decode(a, 1) @ self._decode(b, 128).T)
 
     def m_grouped_fp8_gemm_nt_contiguous(
         self, a: Any, b: Any, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, recipe_a: Any = None,
@@ -236,10 +236,8 @@ class DeepGemm:
         assert grouped_layout.is_contiguous()
         assert grouped_layout.shape == a[0].shape[:1]
         assert b[1].is_contiguous()
-        x, w = self._numbers(a, 1), self._numbers(b, 128)
-        for first in range(
-            0, len(x), 128
-        ):  # a tile has the group of its first row; those of pads are not written
+        x, w = self._decode(a, 1), self._decode(b, 128)
+        for first in range(0, len(x), 128):  # a tile takes the group of its first row; padding is not written
             group = int(grouped_layout[first])
             assert set(grouped_layout[first : first + 128].tolist()) <= {group, -1}
             if group >= 0:
@@ -266,7 +264,7 @@ def test_deep_gemm(target: str) -> None:
 
 @pytest.mark.usefixtures("deep_gemm")
 def test_deep_gemm_of_groups() -> None:
-    """Pads, and groups without rows, become zeros."""
+    """Padding and empty groups become zeros."""
     for seed in ("a", "b"):
         p = problem("fp8-blocks", 5, 128, seed)
         y = filled(len(p["x"]), 256)
@@ -284,23 +282,23 @@ def chosen(args: MatmulArgs | GroupedArgs, target: str) -> str:
 
 
 @pytest.mark.usefixtures("deep_gemm")
-def test_who_is_chosen() -> None:
-    """The first of the table that can compute the call."""
+def test_chosen_engines() -> None:
+    """The first engine of the table that supports the call is chosen."""
     blocks = on_meta("fp8-blocks")
     assert chosen(blocks, "sm_90") == chosen(blocks, "sm_100") == "deep_gemm"
     assert chosen(blocks, "sm_120") == "weft"
     assert chosen(on_meta("fp8-blocks", k=528), "sm_90") == "torch"
-    assert chosen(on_meta("fp8-blocks", m=254, k=528), "sm_90") == "weft"  # cuBLASLt wants a multiple of 4
+    assert chosen(on_meta("fp8-blocks", m=254, k=528), "sm_90") == "weft"  # cuBLASLt needs a multiple of 4
     assert chosen(blocks._replace(factor=2.0), "sm_90") == "weft"
     loose = [codes._replace(format="e4m3:1x128:te") for codes in (blocks.a_codes, blocks.b_codes)]
     loose[1] = loose[1]._replace(format="e4m3:128x128:te")
-    args = blocks._replace(a_codes=loose[0], b_codes=loose[1])  # scales that are no powers of two
+    args = blocks._replace(a_codes=loose[0], b_codes=loose[1])  # scales that are not powers of two
     assert (chosen(args, "sm_90"), chosen(args, "sm_100")) == ("deep_gemm", "weft")
     for pair in ("int8-row", "int8-tensor", "nvfp4", "mxfp8"):
         assert chosen(on_meta(pair), "sm_100") == "torch", pair
         assert chosen(on_meta(pair), "sm_120") == "weft", pair
         assert chosen(on_meta(pair, n=388 if pair[:4] != "int8" else 387), "sm_100") == "weft", pair
-    assert chosen(on_meta("nvfp4", k=528), "sm_100") == "weft"  # whose rows have 264 bytes
+    assert chosen(on_meta("nvfp4", k=528), "sm_100") == "weft"  # rows have 264 bytes
     assert chosen(on_meta("int8-row", m=65), "sm_90") == "weft"
     e5m2 = on_meta("fp8-tensor")
     assert chosen(e5m2, "sm_90") == "torch"
@@ -309,7 +307,7 @@ def test_who_is_chosen() -> None:
 
 
 @pytest.mark.usefixtures("deep_gemm")
-def test_who_is_chosen_for_groups() -> None:
+def test_chosen_engines_of_grouped_products() -> None:
     def plain(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
@@ -317,7 +315,7 @@ def test_who_is_chosen_for_groups() -> None:
     args = grouped_args(x, w, Groups(ends, 16), plain_result(torch.bfloat16))
     assert chosen(args, "sm_100") == "torch"
     assert chosen(args._replace(w=plain(4, 256, 384).mT), "sm_100") == "torch"
-    assert chosen(args, "sm_90") == "weft"  # where public figures are against it
+    assert chosen(args, "sm_90") == "weft"  # public figures favor Weft there
     for other in (
         {"x": plain(512, 257)[:, :256]},
         {"x": plain(512, 264)[:, 4:260]},
@@ -336,7 +334,7 @@ def test_who_is_chosen_for_groups() -> None:
     assert chosen(blocks._replace(x=plain(500, 256)), "sm_90") == "weft"
 
 
-def test_what_is_not_installed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSTALLED, "deep_gemm", False)
     assert chosen(on_meta("fp8-blocks"), "sm_90") == "torch"
     assert chosen(on_meta("fp8-blocks"), "sm_100") == "weft"
@@ -345,7 +343,7 @@ def test_what_is_not_installed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
         weft.matmul(**operands("fp8-blocks", 5, 64, 128) | {"engine": "deep_gemm"})
     monkeypatch.setitem(INSTALLED, "deep_gemm", True)
     assert "deep_gemm: fp8 1x128 x 128x128" in products_on("sm_90")
-    with pytest.raises(ValueError, match="lacks a CPU"):
+    with pytest.raises(ValueError, match="lacks CPU support"):
         weft.matmul(**operands("fp8-blocks", 5, 64, 128) | {"engine": "deep_gemm"})
 
 
@@ -359,8 +357,8 @@ def test_a_graph_keeps_its_engine() -> None:
 
 
 @pytest.mark.parametrize("pair", ["bf16", "fp8-row", "mxfp8"])
-def test_recording_meets_no_product_of_torch(pair: str) -> None:
-    """Kernels are recorded on meta tensors, for which PyTorch has not all of its products."""
+def test_recording_skips_products_of_torch(pair: str) -> None:
+    """Kernels are recorded on meta tensors, for which PyTorch lacks some products."""
     with recording("sm_100") as variants, weft.record_engines() as used:
         x, w = (torch.empty(rows, 256, dtype=torch.bfloat16, device="meta") for rows in (128, 512))
         a, b = (

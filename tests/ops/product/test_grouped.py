@@ -1,4 +1,4 @@
-"""Products of groups: against float64 over random groups, bit for bit against each other, and what pads hold."""
+"""Grouped products, against float64 over random groups and bit for bit, including padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.lab.families.product import grouped_matmul_truth, grouped_wgrad_truth,
 from weft.lab.truth import Near, near
 from weft.runtime import choosing_for
 
-# Formats of rows, of weights, and of gradients; None for plain numbers.
+# Formats of rows, weights and gradients; None if unquantized.
 PAIRS: dict[str, tuple[str | None, str | None, str | None]] = {
     "bf16": (None, None, None),
     "fp8-blocks": ("1x128", "128x128", "1x128"),
@@ -30,11 +30,11 @@ PAIRS: dict[str, tuple[str | None, str | None, str | None]] = {
     "weight-int4": (None, "int4:1x128:te", None),
     "weight-mxfp4": (None, "e2m1:mx:te", None),
 }
-N, K = 256, 128  # multiples of 128, as weights in blocks want them
+N, K = 256, 128  # multiples of 128, as 128x128 weights need
 
 
 def random_ends(draw: random.Random, groups: int, align: int, most: int) -> tuple[Tensor, int]:
-    """Ends of groups, some of them empty and some of one row, and a number of rows with some to spare."""
+    """Draw ends of groups, including empty and one-row groups, and a number of rows that may exceed the last end."""
     ends, begin = [], 0
     for _ in range(groups):
         end = begin + draw.choice((0, 0, 1, 7, most // 4, most, draw.randrange(most)))
@@ -45,19 +45,19 @@ def random_ends(draw: random.Random, groups: int, align: int, most: int) -> tupl
 
 
 def rows_of(ends: Tensor, rows: int, align: int) -> Tensor:
-    """bool [rows]: which rows are of a group."""
+    """Return a mask [rows] of the rows that belong to a group."""
     real = torch.zeros(rows, dtype=torch.bool)
     for _, begin, end in spans({"ends": ends, "align": align}):
         real[begin:end] = True
     return real
 
 
-def quantised(x: Tensor, spec: str | None, **copies: bool) -> Tensor:
+def quantized(x: Tensor, spec: str | None, **copies: bool) -> Tensor:
     return x if spec is None else weft.quantize(x, spec, **copies)
 
 
 def problem(pair: str, groups: int, align: int, seed: str, n: int = N, k: int = K) -> dict[str, Any]:
-    """Rows, gradients and weights. Pads are NaN in plain operands, and zero in quantised ones."""
+    """Draw rows, gradients and weights. Padding is NaN in plain operands and zero in quantized ones."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     ends, rows = random_ends(draw, groups, align, 150)
@@ -65,19 +65,19 @@ def problem(pair: str, groups: int, align: int, seed: str, n: int = N, k: int = 
     x_spec, w_spec, dy_spec = PAIRS[pair]
     x, dy = (torch.randn(rows, width, generator=generator).bfloat16() for width in (k, n))
     w = torch.randn(groups, n, k, generator=generator).bfloat16() / 8
-    for given, spec in ((x, x_spec), (dy, dy_spec)):
-        given[~real] = torch.nan if spec is None else 0.0
+    for operand, spec in ((x, x_spec), (dy, dy_spec)):
+        operand[~real] = torch.nan if spec is None else 0.0
     return {
-        "x": quantised(x, x_spec, columnwise=True),
-        "dy": quantised(dy, dy_spec, columnwise=True),
-        "w": quantised(w, w_spec, columnwise=True),
+        "x": quantized(x, x_spec, columnwise=True),
+        "dy": quantized(dy, dy_spec, columnwise=True),
+        "w": quantized(w, w_spec, columnwise=True),
         "ends": ends,
         "align": align,
     }
 
 
 def check(**call: Any) -> None:
-    """In memory full of NaN: pads, empty groups and tails must be written."""
+    """Compare a product with its truth; `out` starts as NaN, so padding, empty groups and tails must be written."""
     call = {"engine": "weft", **call}
     wanted = grouped_matmul_truth(Call(weft.grouped_matmul, call), {})["y"]
     out = torch.full(wanted.truth.shape, torch.nan, dtype=call["x"].dtype)  # type: ignore[union-attr]
@@ -95,7 +95,7 @@ def check_wgrad(**call: Any) -> None:
 
 
 def check_all(pair: str, groups: int, align: int, seed: str) -> None:
-    """The product, and those of both gradients."""
+    """Check the product and the products of both gradients."""
     p = problem(pair, groups, align, seed)
     shared = {"ends": p["ends"], "align": align}
     check(x=p["x"], w=p["w"], **shared)
@@ -123,7 +123,7 @@ def test_many_groups(pair: str) -> None:
 @pytest.mark.parametrize("align", [1, 8, 96])
 def test_groups_begin_anywhere(align: int) -> None:
     check_all("bf16", 7, align, str(align))
-    p = problem("fp8-row", 7, align, str(align))  # scales that belong to no block of rows
+    p = problem("fp8-row", 7, align, str(align))  # scales without blocks along the rows
     check_wgrad(dy=p["dy"], x=p["x"], ends=p["ends"], align=align)
 
 
@@ -134,15 +134,15 @@ def test_more_groups_than_are_read_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("ends", [[0, 0, 0], [70, 70, 70], [0, 0, 70], [3, 50, 70]])
-def test_who_has_the_rows(ends: list[int]) -> None:
+def test_distributions_of_rows(ends: list[int]) -> None:
     x, dy = torch.randn(70, 24).bfloat16(), torch.randn(70, 40).bfloat16()
     w = torch.randn(3, 40, 24).bfloat16()
     check(x=x, w=w, ends=torch.tensor(ends))
     check_wgrad(dy=dy, x=x, ends=torch.tensor(ends))
 
 
-def test_a_group_without_rows_may_begin_past_them() -> None:
-    """The rows of the first group are not padded, so that the second one would begin at row 128."""
+def test_an_empty_group_may_begin_past_the_rows() -> None:
+    """The first group's rows are not padded, so the second group would begin at row 128."""
     x, dy = torch.randn(70, 24).bfloat16(), torch.randn(70, 40).bfloat16()
     check_wgrad(dy=dy, x=x, ends=torch.tensor([67, 67]), align=64)
     check_wgrad(dy=dy, x=x, ends=torch.tensor([67, 70]), align=128)
@@ -151,7 +151,7 @@ def test_a_group_without_rows_may_begin_past_them() -> None:
 @pytest.mark.parametrize(
     ("rows", "n", "k", "groups"), [(0, 5, 8, 3), (5, 0, 8, 3), (5, 3, 0, 3), (5, 3, 8, 0)]
 )
-def test_nothing(rows: int, n: int, k: int, groups: int) -> None:
+def test_empty_products(rows: int, n: int, k: int, groups: int) -> None:
     ends = torch.full((groups,), rows, dtype=torch.int32)
     y = weft.grouped_matmul(torch.randn(rows, k), torch.randn(groups, n, k), ends)
     assert y.shape == (rows, n)
@@ -162,19 +162,19 @@ def test_nothing(rows: int, n: int, k: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("pair", ["1x128", "mx"])
-def test_blocks_that_begin_with_groups(pair: str) -> None:
-    """With an align that is no multiple of 128, as `glu` makes column-wise copies."""
+def test_blocks_that_restart_at_groups(pair: str) -> None:
+    """`glu` restarts the blocks of column-wise copies at groups; align need not be a multiple of 128."""
     draw = random.Random(pair)
     ends, rows = random_ends(draw, 5, 16, 150)
     real = rows_of(ends, rows, 16)
     gate = torch.randn(rows, 256).bfloat16()
     gate[~real] = 0
-    made = [
+    operands = [
         weft.glu(part, ends=ends, align=16, quantize=pair, columnwise=True) for part in (gate, gate.flip(1))
     ]
-    got = weft.grouped_wgrad(*made, ends, align=16, out_dtype=torch.float32)
+    got = weft.grouped_wgrad(*operands, ends, align=16, out_dtype=torch.float32)
     for group, begin, end in spans({"ends": ends, "align": 16}):
-        # The numbers of a group by themselves are those of `glu` on its rows alone.
+        # A group's codes equal those of `glu` on its rows alone.
         alone = [
             weft.glu(part[begin:end], quantize=pair, columnwise=True).columnwise  # type: ignore[union-attr]
             for part in (gate, gate.flip(1))
@@ -195,23 +195,23 @@ def test_blocks_that_begin_with_groups(pair: str) -> None:
 
 @pytest.mark.parametrize("pair", ["bf16", "fp8-blocks"])
 def test_a_row_depends_on_its_group_alone(pair: str) -> None:
-    """Not on where its group begins, on other groups, or on those without rows."""
+    """A row's bits do not depend on where its group begins, on other groups, or on empty groups."""
     x_spec, w_spec, _ = PAIRS[pair]
     x, w = torch.randn(300, K).bfloat16(), torch.randn(3, N, K).bfloat16() / 8
     ends = torch.tensor([100, 140, 300])
     call = {"engine": "weft"}
-    whole = weft.grouped_matmul(quantised(x, x_spec), quantised(w, w_spec), ends, **call)  # type: ignore[arg-type]
+    full = weft.grouped_matmul(quantized(x, x_spec), quantized(w, w_spec), ends, **call)  # type: ignore[arg-type]
     order = torch.cat([torch.arange(140, 300), torch.arange(100, 140), torch.arange(100)])
     others = torch.stack([w[2], torch.zeros_like(w[0]), w[1], w[0]])
     moved = weft.grouped_matmul(
-        quantised(x[order], x_spec),
-        quantised(others, w_spec),
+        quantized(x[order], x_spec),
+        quantized(others, w_spec),
         torch.tensor([160, 160, 200, 300]),
         **call,  # type: ignore[arg-type]
     )
-    assert torch.equal(words(whole[order]), words(moved))
-    again = weft.grouped_matmul(quantised(x, x_spec), quantised(w, w_spec), ends, **call)  # type: ignore[arg-type]
-    assert torch.equal(words(whole), words(again))
+    assert torch.equal(words(full[order]), words(moved))
+    repeated = weft.grouped_matmul(quantized(x, x_spec), quantized(w, w_spec), ends, **call)  # type: ignore[arg-type]
+    assert torch.equal(words(full), words(repeated))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_row_depends_on_its_group_alone(pair: str) -> None:
     ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100", "sm_120", "gfx950"))],
 )
 def test_as_launched_on(target: str, pair: str) -> None:
-    """With the tiles, the conversions and the descriptors of a GPU, run here."""
+    """Grouped products are right with a GPU's tiles, conversions and descriptors, run on the CPU."""
     with choosing_for(target):
         check_all(pair, 4, 128, "gpu")
         p = problem(pair, 40, 1, "few rows for each")
@@ -234,7 +234,7 @@ def test_as_launched_on(target: str, pair: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["fp8-blocks", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_what_follows_the_product(pair: str) -> None:
+def test_epilogues(pair: str) -> None:
     p = problem(pair, 4, 128, "follows")
     call = {"x": p["x"], "w": p["w"], "ends": p["ends"], "align": 128}
     bias = torch.randn(4, N)
@@ -250,17 +250,17 @@ def test_what_follows_the_product(pair: str) -> None:
 
 
 @pytest.mark.parametrize("pair", ["bf16", "fp8-blocks"])
-def test_gathered_rows_are_permuted_rows(pair: str) -> None:
+def test_gathered_rows_match_permuted_rows(pair: str) -> None:
     x_spec, w_spec, _ = PAIRS[pair]
     x, w = torch.randn(70, K).bfloat16(), torch.randn(4, N, K).bfloat16() / 8
-    experts = torch.randint(-1, 4, (70, 3))  # some slots have none
+    experts = torch.randint(-1, 4, (70, 3))  # some slots are empty
     rows = weft.row_map(experts, 4, align=16)
     call = {"ends": rows.ends, "align": 16, "engine": "weft"}
-    tokens, weights = quantised(x, x_spec), quantised(w, w_spec)
+    tokens, weights = quantized(x, x_spec), quantized(w, w_spec)
     gathered = weft.grouped_matmul(tokens, weights, gather=rows, **call)
     assert torch.equal(gathered, weft.grouped_matmul(weft.permute(tokens, rows), weights, **call))
     check(x=tokens, w=weights, gather=rows, **call)
-    # Where groups end with their pads, these are rows of no token.
+    # If groups include their padding, padding rows have no token.
     padded = weft.grouped_matmul(tokens, weights, gather=rows, **call | {"ends": rows.offsets})
     assert torch.equal(padded, gathered)
 
@@ -280,7 +280,7 @@ def test_accumulate() -> None:
 
 
 def test_engines() -> None:
-    """PyTorch's products on a CPU, one for each group: zeros in pads too."""
+    """On a CPU PyTorch computes one product per group, with zeros in padding."""
     p = problem("bf16", 5, 16, "engines")
     call = {"x": p["x"], "w": p["w"], "ends": p["ends"], "align": 16}
     with weft.record_engines() as used:
@@ -296,7 +296,7 @@ def test_engines() -> None:
 
 
 def test_gradients() -> None:
-    """In float64, of every argument, against differences; with gathered rows too."""
+    """float64 gradients of every argument match finite differences, with gathered rows."""
     rows = weft.row_map(torch.tensor([[0, 2], [1, 0], [2, -1]]), 3, align=2)
     x, w = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 6, 4, dtype=torch.float64)
     bias = torch.randn(3, 6, dtype=torch.float64)
@@ -316,8 +316,8 @@ def test_compiled_is_eager(pair: str) -> None:
     ends = torch.tensor([40, 140, 256 + 9])
 
     def function(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        x = quantised(x, x_spec)
-        return weft.grouped_matmul(x, quantised(w, w_spec), ends, align=128, activation="silu")
+        x = quantized(x, x_spec)
+        return weft.grouped_matmul(x, quantized(w, w_spec), ends, align=128, activation="silu")
 
     w = p["w"].dequantize() if isinstance(p["w"], QTensor) else p["w"]
     results = []
@@ -340,7 +340,7 @@ _ENDS = torch.tensor([3, 5])
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: weft.grouped_matmul(_plain(5, 8), _plain(2, 8, 4), _ENDS), "do not fit together"),
         (lambda: weft.grouped_matmul(_plain(5, 8), _plain(3, 4, 8), _ENDS), "do not fit together"),
@@ -371,6 +371,6 @@ _ENDS = torch.tensor([3, 5])
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused_in_words(call: Any, said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
+def test_mistakes_raise_clear_errors(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
         call()

@@ -1,4 +1,4 @@
-"""Products by the argument lists of other libraries: the same bits as from Weft's own tensors."""
+"""Products with other libraries' signatures, which have the bits of Weft's own."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PAIRS = {
 }
 
 
-def test_arguments_are_those_of_torch() -> None:
+def test_signature_matches_torch() -> None:
     mine, its = (inspect.signature(f).parameters for f in (scaled_mm, F.scaled_mm))
     assert list(mine) == list(its)
     assert [p.default for p in mine.values()] == [p.default for p in its.values()]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_bits_are_those_of_matmul(pair: str) -> None:
+def test_bits_match_matmul(pair: str) -> None:
     a_spec, b_spec, *recipes = PAIRS[pair]
     a, b = weft.quantize(torch.randn(40, 384), a_spec), weft.quantize(torch.randn(256, 384), b_spec)
     left, right = a.to_layout("torch_v2"), b.to_layout("torch_v2", operand="b")
@@ -66,7 +66,7 @@ def test_nvfp4_takes_lists(swizzled: bool) -> None:
     assert torch.equal(got, weft.matmul(a, b.T, out_dtype=torch.bfloat16))
 
 
-def test_mistakes_are_refused_in_words() -> None:
+def test_mistakes_raise_clear_errors() -> None:
     a, b = weft.quantize(torch.randn(8, 64), "row"), weft.quantize(torch.randn(16, 64), "row")
     left, right = a.to_layout("torch_v2"), b.to_layout("torch_v2", operand="b")
     scales = (left.scale, S.RowWise, right.scale, S.RowWise)

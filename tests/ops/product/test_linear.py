@@ -1,5 +1,5 @@
-"""Linear layers by recipes: their three products against float64 products of the numbers that the recipe makes, what
-backward keeps, and the experts that are composed of them."""
+"""Linear layers with recipes: their three products against float64 products of the quantized operands, memory kept for
+backward, and experts built from them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.ops.product.recipes import RECIPES
 
 M, N, K = 72, 128, 256
 train_moe = example("train_moe")
-QUANTISED = [name for name, recipe in RECIPES.items() if recipe.is_quantised]
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.is_quantized]
 
 
 def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, bias and dy; the weight in fp32, as optimizers keep it."""
+    """Return x, weight, bias and dy; the weight is fp32, as optimizers keep it."""
     draw = torch.Generator().manual_seed(seed)
     x, w, dy = (torch.randn(*shape, generator=draw) for shape in ((M, K), (N, K), (M, N)))
     return x.to(dtype), w / 16, torch.randn(N, generator=draw), dy.to(dtype)
@@ -40,9 +40,9 @@ def both(x: Tensor, spec: str, seed: int | None = None) -> QTensor:
 # ---- products -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_three_products(name: str) -> None:
-    """Each of operands that are quantised along the dimension that it sums, from the numbers before rounding."""
+    """Each product reads operands quantized along its summed dimension, from unrounded values."""
     recipe = RECIPES[name]
     assert recipe.x
     assert recipe.weight
@@ -75,40 +75,40 @@ def test_plain_products(recipe: str | None) -> None:
 
 def test_gradients_without_rounding() -> None:
     x, w, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3, 4), (5, 4), (5,)))
-    assert torch.autograd.gradcheck(lambda *given: weft.linear(*given), leaves(x, w, bias))
+    assert torch.autograd.gradcheck(lambda *inputs: weft.linear(*inputs), leaves(x, w, bias))
     y = weft.linear(x, w, bias)
     assert torch.allclose(y, torch.nn.functional.linear(x, w, bias))
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
-def test_rows_that_are_quantised_already(name: str) -> None:
-    """The same bits as from plain rows, and no second rounding; the gradient passes to what was quantised."""
+def test_quantized_rows(name: str) -> None:
+    """Quantized rows give the bits of plain rows without a second rounding, and pass the gradient on."""
     x, w, _, dy = layer()
     spec = RECIPES[name].x
     assert spec
     results = []
-    for given in (lambda x: x, lambda x: both(x, spec)):
+    for convert in (lambda x: x, lambda x: both(x, spec)):
         mine = leaves(x, w)
-        y = weft.linear(given(mine[0]), mine[1], recipe=name)
+        y = weft.linear(convert(mine[0]), mine[1], recipe=name)
         y.backward(dy)  # type: ignore[no-untyped-call]
         results.append([y, *(leaf.grad for leaf in mine)])
-    for plain, quantised in zip(*results, strict=True):
-        assert torch.equal(plain, quantised)  # type: ignore[arg-type]
+    for plain, quantized in zip(*results, strict=True):
+        assert torch.equal(plain, quantized)  # type: ignore[arg-type]
 
 
-def test_gradients_that_are_quantised_already() -> None:
-    """As `glu` hands them down: they are not quantised again."""
+def test_quantized_gradients() -> None:
+    """Gradients that arrive quantized, as from `glu`, are not quantized again."""
     x, w, _, dy = layer()
-    plain, given = leaves(x, w), leaves(x, w)
+    plain, leaves_ = leaves(x, w), leaves(x, w)
     weft.linear(*plain, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
-    y = weft.linear(*given, recipe="fp8_block")
-    dx, dw = torch.autograd.grad(y, given, both(dy, "1x128"))
+    y = weft.linear(*leaves_, recipe="fp8_block")
+    dx, dw = torch.autograd.grad(y, leaves_, both(dy, "1x128"))
     assert torch.equal(dx, plain[0].grad)  # type: ignore[arg-type]
     assert torch.equal(dw, plain[1].grad)  # type: ignore[arg-type]
 
 
 def test_seeds() -> None:
-    """Stochastic rounding draws from PyTorch's generator: new numbers in every call, the same for the same seed."""
+    """Stochastic rounding draws from PyTorch's generator: new bits in every call, reproducible by seed."""
     x, w, _, dy = layer()
 
     def gradient() -> Tensor:
@@ -128,27 +128,27 @@ def test_seeds() -> None:
 
 
 def saved_bytes(function: Any) -> int:
-    """Bytes that autograd keeps of a call, besides parameters."""
+    """Return the bytes that autograd saves in a call, except parameters."""
     with train_moe.count_saved() as sizes:
-        kept = function()
-    del kept
+        output = function()
+    del output
     return sum(sizes.values())
 
 
-def test_backward_keeps_codes() -> None:
-    """One copy of x in 8 bits and its scales; and that of the weight."""
+def test_autograd_saves_codes() -> None:
+    """A layer saves one 8-bit copy of x and one of the weight, with scales."""
     x, w, *_ = layer()
     codes = saved_bytes(lambda: weft.linear(*leaves(x, w), recipe="fp8_block"))
     plain = saved_bytes(lambda: weft.linear(*leaves(x, w), recipe="bf16"))
     scales = 4 * (K * (-(-M // 128)) + (N // 128) * (K // 128))
-    padded = -(-M // 16) * 16  # codes along rows begin at multiples of 16 bytes
+    padded = -(-M // 16) * 16  # column-wise codes are padded to 16 bytes
     assert codes <= padded * K + N * K + scales
     assert plain >= 2 * (M * K + N * K)
 
 
 @pytest.mark.slow
 def test_experts_keep_few_bytes() -> None:
-    """Norm, router and experts of the layer in docs/training.md: at most 0.6 of what bf16 keeps."""
+    """Norm, router and experts of the layer in docs/training.md save at most 0.6 of the bytes of bf16."""
     shapes = ((2048, 2048), (16, 2048), (16, 2 * 768, 2048), (16, 2048, 768))
     draw = torch.Generator().manual_seed(2)
     x, router, up, down = (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5 for shape in shapes)
@@ -176,30 +176,30 @@ def test_main_grad() -> None:
 
 
 def test_reused_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One quantisation of a weight inside the block, and a new one after it was changed; outside none is kept."""
+    """A weight is quantized once inside the block, again after a change, and in every call outside."""
     from weft.ops.product import linear as module
 
-    made: list[int] = []
-    real = module._weights
-    monkeypatch.setattr(module, "_weights", lambda *a: made.append(1) or real(*a))
+    calls: list[int] = []
+    original = module._weights
+    monkeypatch.setattr(module, "_weights", lambda *a: calls.append(1) or original(*a))
     x, w, _, dy = layer()
     (mine,) = leaves(w)
     with weft.reuse_weights():
         first = weft.linear(x, mine, recipe="fp8_block")
         assert torch.equal(first, weft.linear(x, mine, recipe="fp8_block"))
-        assert len(made) == 1
+        assert len(calls) == 1
         with torch.no_grad():
             mine.mul_(2.0)
         second = weft.linear(x, mine, recipe="fp8_block")
-        assert len(made) == 2
+        assert len(calls) == 2
     assert torch.equal(second, first * 2)
     weft.linear(x, mine, recipe="fp8_block").backward(dy)  # type: ignore[no-untyped-call]
-    assert len(made) == 3
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16"])
-def test_frozen_weight_beside_plain_rows(recipe: str | None) -> None:
-    """Weight-only: the product with the numbers of the codes, and so is the gradient of x."""
+def test_frozen_weight_with_plain_rows(recipe: str | None) -> None:
+    """Weight-only products and the gradient of x use the decoded weight."""
     x, w, bias, dy = layer(torch.bfloat16 if recipe is None else torch.float32)
     frozen = weft.quantize(w, "int4:1x128")
     (mine,) = leaves(x)
@@ -210,26 +210,26 @@ def test_frozen_weight_beside_plain_rows(recipe: str | None) -> None:
     wanted = product_truth(rounded, numbers(frozen.T, of_b=True))
     near(y.view(M, N), type(wanted)(wanted.truth + bias.double(), wanted.noise + 2.0**-23 * bias.abs()))
     y.view(M, N).backward(dy)  # type: ignore[no-untyped-call]
-    # The numbers of the codes are rounded to dy's dtype, the gradient to x's.
+    # The decoded weight is rounded to dy's dtype, the gradient to x's.
     error = mine.grad.double() - dy.double() @ frozen.dequantize().double()  # type: ignore[union-attr]
     assert float(error.norm() / mine.grad.double().norm()) < 2.0**-8  # type: ignore[union-attr]
     compiled = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, frozen, bias, recipe=recipe), weft.linear(x, frozen, bias, recipe=recipe))
 
 
-def test_gradient_of_a_quantised_weight_passes_straight() -> None:
-    """As FSDP wants it of a weight that it gathered as codes: all bits are those of the plain weight."""
+def test_gradients_pass_straight_through_a_quantized_weight() -> None:
+    """A weight that FSDP gathered as codes gives the bits of the plain weight."""
     x, w, bias, dy = layer(torch.bfloat16)
-    found = []
+    results = []
     for rounded in (False, True):
         mine, plain = leaves(x, w)
         weight = weft.quantize(plain, "128x128") if rounded else plain
         y = weft.linear(mine, weight, bias, recipe="fp8_block")
-        found.append([y.detach(), *torch.autograd.grad(y, (mine, plain), dy)])
-    assert all(map(torch.equal, *found))
+        results.append([y.detach(), *torch.autograd.grad(y, (mine, plain), dy)])
+    assert all(map(torch.equal, *results))
 
 
-def test_frozen_experts_beside_plain_rows() -> None:
+def test_frozen_experts_with_plain_rows() -> None:
     x, router, up, down = moe_layer(torch.float32)
     frozen = [weft.quantize(w, "int4:1x128") for w in (up, down)]
     (mine,) = leaves(x)
@@ -245,7 +245,7 @@ def test_frozen_experts_beside_plain_rows() -> None:
 
 
 def test_frozen_weight_with_an_adapter() -> None:
-    """A quantised base that stays, and a low-rank update that learns."""
+    """A frozen quantized base works with a trained low-rank adapter."""
     x, w, _, dy = layer()
     base = weft.quantize(w.bfloat16(), "128x128")
     down, up = leaves(torch.randn(8, K).bfloat16() / 16, torch.zeros(N, 8).bfloat16())
@@ -270,8 +270,8 @@ def test_compiled_and_checkpointed_are_eager(name: str) -> None:
         normed = weft.rms_norm(x, quantize=spec, columnwise=spec is not None)
         return weft.linear(normed, w, bias, recipe=name)
 
-    def checkpointed(*given: Tensor) -> Any:
-        return checkpoint(function, *given, use_reentrant=False)
+    def checkpointed(*inputs: Tensor) -> Any:
+        return checkpoint(function, *inputs, use_reentrant=False)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []
@@ -284,14 +284,14 @@ def test_compiled_and_checkpointed_are_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda x, w: weft.linear(x, w.T), "one K"),
         (lambda x, w: weft.linear(x, w, recipe="fp8"), "must be one of bf16, fp8_block"),
         (lambda x, w: weft.linear(x, w, recipe=8), "weft.Recipe"),
         (lambda x, w: weft.linear(x, w, w[0]), "bias"),
-        (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantize it so"),
-        (lambda x, w: weft.linear(both(x, "mx"), w), "plain numbers"),
+        (lambda x, w: weft.linear(both(x, "mx"), w, recipe="fp8_block"), "quantize it like that"),
+        (lambda x, w: weft.linear(both(x, "mx"), w), "unquantized tensors"),
         (lambda x, w: weft.linear(x.double(), w.double(), recipe="mxfp8"), "round bf16, fp16 and fp32"),
         (
             lambda x, w: weft.linear(weft.quantize(x, "1x128"), w.requires_grad_(), recipe="fp8_block"),
@@ -310,14 +310,14 @@ def test_compiled_and_checkpointed_are_eager(name: str) -> None:
         (lambda x, w: weft.experts(x, w, w, weft.route(x[:, :4].float(), 2)), "experts, 2H, K"),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused_in_words(call: Any, said: str) -> None:
+def test_mistakes_raise_clear_errors(call: Any, message: str) -> None:
     x, w, *_ = layer()
-    with pytest.raises((ValueError, TypeError), match=said):
+    with pytest.raises((ValueError, TypeError), match=message):
         call(x, w)
 
 
-def test_a_bias_beside_sizes_that_vary() -> None:
-    """A graph whose weights had other sizes before has symbols for them, beside which a bias is checked."""
+def test_a_bias_with_dynamic_sizes() -> None:
+    """A graph that has seen several weight sizes checks the bias against symbolic sizes."""
     compiled = torch.compile(weft.linear, fullgraph=True, backend="aot_eager")
     for rows, n, k in ((24, 40, 64), (30, 48, 96)):
         compiled(torch.randn(rows, k), torch.randn(n, k))
@@ -338,7 +338,7 @@ EXPERTS, WIDTH, TOKENS = 4, 128, 60
 
 
 def moe_layer(dtype: torch.dtype) -> list[Tensor]:
-    """x, router, up and down; one expert has no tokens."""
+    """Return x, router, up and down; one expert gets no tokens."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((TOKENS, K), (EXPERTS, K), (EXPERTS, 2 * WIDTH, K), (EXPERTS, K, WIDTH))
     x, router, up, down = (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5 for shape in shapes)
@@ -353,7 +353,7 @@ def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, recipe: str | N
 
 
 def naive(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Every expert for every token, weighed by what the router says (0 for most), in float64."""
+    """Compute every expert for every token in float64, weighted by the router (0 for most)."""
     x, router, up, down = (t.double() for t in (x, router, up, down))
     best = (x @ router.T).topk(2)
     weights = torch.zeros(len(x), EXPERTS, dtype=torch.float64).scatter(
@@ -363,13 +363,13 @@ def naive(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.einsum("ten,ekn,te->tk", torch.nn.functional.silu(gate) * value, down, weights)
 
 
-def gradients(function: Any, given: list[Tensor], dy: Tensor) -> list[Tensor]:
-    mine = leaves(*given)
+def gradients(function: Any, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
+    mine = leaves(*inputs)
     y = function(*mine)
     return [y, *torch.autograd.grad(y, mine, dy.to(y.dtype))]
 
 
-# Errors of y and of all gradients against float64, of data like this: twice what was measured.
+# Errors of y and of all gradients against float64 on such data: twice the observed errors.
 ERRORS = {
     None: 2e-6, "bf16": 0.012, "fp8_block": 0.18, "fp8_row": 0.16, "fp8_tensor": 0.2, "mxfp8": 0.18, "nvfp4": 0.6,
     "int8_row": 0.06,
@@ -378,10 +378,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("recipe", ERRORS)
 def test_experts(recipe: str | None) -> None:
-    given = moe_layer(torch.float32 if recipe is None else torch.bfloat16)
+    inputs = moe_layer(torch.float32 if recipe is None else torch.bfloat16)
     dy = torch.randn(TOKENS, K)
-    wanted = gradients(naive, given, dy)
-    got = gradients(lambda *t: experts(*t, recipe=recipe), given, dy)
+    wanted = gradients(naive, inputs, dy)
+    got = gradients(lambda *t: experts(*t, recipe=recipe), inputs, dy)
     for name, mine, its in zip(("y", "dx", "drouter", "dup", "ddown"), got, wanted, strict=True):
         error = float((mine - its).detach().norm() / its.detach().norm())
         assert error < ERRORS[recipe], f"{name}: {error}"
@@ -411,12 +411,12 @@ def naive_gpt_oss(
 
 @pytest.mark.parametrize("recipe", [None, "fp8_block"])
 def test_experts_with_biases(recipe: str | None) -> None:
-    """As gpt-oss has them: the weight of a slot comes after the second bias, and matrices are stored transposed."""
+    """gpt-oss multiplies by the slot's weight after the second bias, and stores matrices transposed."""
     x, router, up, down = moe_layer(torch.float32 if recipe is None else torch.bfloat16)
     best = (x.float() @ router.T).topk(2)
     biases = [torch.randn(EXPERTS, 2 * WIDTH) / 4, torch.randn(EXPERTS, K) / 4]
     up, down = up.mT.contiguous(), down.mT.contiguous()
-    given = [x, best.values.softmax(-1), up, biases[0], down, biases[1]]
+    inputs = [x, best.values.softmax(-1), up, biases[0], down, biases[1]]
     dy = torch.randn(TOKENS, K)
 
     def layer(x: Tensor, weights: Tensor, *others: Tensor) -> Tensor:
@@ -432,8 +432,8 @@ def test_experts_with_biases(recipe: str | None) -> None:
             **GPT_OSS,
         )
 
-    got = gradients(layer, given, dy)
-    wanted = gradients(lambda x, weights, *w: naive_gpt_oss(x, weights, best.indices, *w), given, dy)
+    got = gradients(layer, inputs, dy)
+    wanted = gradients(lambda x, weights, *w: naive_gpt_oss(x, weights, best.indices, *w), inputs, dy)
     for name, mine, its in zip(
         ("y", "dx", "dw", "dup", "dup_bias", "ddown", "ddown_bias"), got, wanted, strict=True
     ):
@@ -446,8 +446,8 @@ def test_experts_without_a_gate() -> None:
     routing, dy = weft.route(x @ router.T, 2), torch.randn(TOKENS, K)
     chosen, by_expert = routing.indices.long(), torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
     by_expert.scatter_(1, chosen, routing.weights.double())
-    given = [x, up[:, :WIDTH], down]
-    got = gradients(lambda *t: weft.experts(*t, routing, act="relu2", layout="none"), given, dy)
+    inputs = [x, up[:, :WIDTH], down]
+    got = gradients(lambda *t: weft.experts(*t, routing, act="relu2", layout="none"), inputs, dy)
     wanted = gradients(
         lambda x, up, down: torch.einsum(
             "ten,ekn,te->tk",
@@ -455,7 +455,7 @@ def test_experts_without_a_gate() -> None:
             down.double(),
             by_expert,
         ),
-        given,
+        inputs,
         dy,
     )
     for mine, its in zip(got, wanted, strict=True):
@@ -463,10 +463,10 @@ def test_experts_without_a_gate() -> None:
 
 
 def test_experts_compiled() -> None:
-    given, dy = moe_layer(torch.bfloat16), torch.randn(TOKENS, K)
+    inputs, dy = moe_layer(torch.bfloat16), torch.randn(TOKENS, K)
     call = lambda *t: experts(*t, recipe="fp8_block")  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for eager, other in zip(gradients(call, given, dy), gradients(compiled, given, dy), strict=True):
+    for eager, other in zip(gradients(call, inputs, dy), gradients(compiled, inputs, dy), strict=True):
         assert torch.equal(eager, other)
 
 
@@ -483,3 +483,8 @@ def test_experts_of_no_tokens() -> None:
     got = gradients(lambda *t: experts(*t, recipe="fp8_block"), [x[:0], router, up, down], x[:0])
     assert [g.shape for g in got] == [x[:0].shape, x[:0].shape, router.shape, up.shape, down.shape]
     assert not any(g.any() for g in got)
+
+
+def test_the_british_name_of_is_quantized_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="now Recipe.is_quantized"):
+        assert weft.Recipe.of("fp8_block").is_quantised

@@ -1,4 +1,4 @@
-"""A call of the quantiser with both copies."""
+"""Test case that calls the quantizer with both copies."""
 
 from __future__ import annotations
 

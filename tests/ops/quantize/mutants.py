@@ -1,4 +1,4 @@
-"""The ways in which the kernels of quantize and dequantize are broken; the lines are those of `ops.norm.mutants`."""
+"""Mutants of the kernels of quantize and dequantize, in the format of `ops.norm.mutants`."""
 
 # ruff: noqa: E501
 
@@ -8,7 +8,9 @@ from typing import Any
 
 FILE, LAUNCH, COPIES = "ops/quantize/kernels.py", "ops/quantize/launch.py", "ops/common/copies.py"
 NUMBERS, TILE, REDUCE, SCALES = (f"tiles/{name}.py" for name in ("numbers", "quantize", "reduce", "scales"))
-DOWN_TO_BF16 = "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # cut, not rounded
+DOWN_TO_BF16 = (
+    "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # truncated, not rounded
+)
 B, D = "quant/test_bytes.py::", "ops/norm/test_combinations.py::"
 
 
@@ -23,9 +25,9 @@ EVERY = f"{B}test_every_format"
 PADS = "quant/test_strides.py::test_strides_and_pads_of_codes"
 DRAWS = "quant/test_stochastic.py::test_stochastic_rounding_draws_what_it_says[e4m3]"
 DECODE = "quant/test_dequantize.py::test_dequantize"
-ANY_TILE = f"{D}test_largest_number_in_any_tile_of_a_row"
-ANY_ROW = f"{D}test_largest_number_in_any_of_many_rows[e4m3:tensor:te]"
-GPU_ROWS = f"{D}test_quantiser_configured_for[sm_90-e4m3:1x128:te:pow2-rows]"
+ANY_TILE = f"{D}test_largest_element_in_any_tile_of_a_row"
+ANY_ROW = f"{D}test_largest_element_in_any_of_many_rows[e4m3:tensor:te]"
+GPU_ROWS = f"{D}test_quantizer_configured_for[sm_90-e4m3:1x128:te:pow2-rows]"
 
 _ROWS: list[tuple[Any, ...]] = [
     ("row amax without the last tile", "quantize_rows_kernel", "range(0, cols, TILE)", "range(0, cols - TILE, TILE)", (f"{SHAPES}[int8:row:te]",)),
@@ -47,7 +49,7 @@ _ROWS: list[tuple[Any, ...]] = [
     ("conversion cuts", f"{NUMBERS}:_convert", "x.to(tl.float8e4nv)", "(x.to(tl.int32, bitcast=True) & -1048576).to(tl.float32, bitcast=True).to(tl.float8e4nv)", (f"{B}test_each_encoder[conversion-e4m3]",)),
     ("integers cut, not rounded", f"{NUMBERS}:_encode_integer", "((x + 12582912.0) - 12582912.0)", "x", (f"{B}test_integer_and_e2m1_encoders",)),
     ("integers down to -128 and -8", f"{NUMBERS}:_encode_integer", "-FORMAT.number.max)", "-FORMAT.number.max - 1.0)", (f"{B}test_integer_and_e2m1_encoders",)),
-    ("int4 spills into its neighbour", f"{NUMBERS}:_encode_integer", "code & 0xF if", "code if", (f"{B}test_integer_and_e2m1_encoders",)),
+    ("int4 spills into its neighbor", f"{NUMBERS}:_encode_integer", "code & 0xF if", "code if", (f"{B}test_integer_and_e2m1_encoders",)),
     ("nibbles swapped", f"{NUMBERS}:pack_pairs", "low | (high << 4)", "high | (low << 4)", (f"{SHAPES}[e2m1:mx:te]",)),
     ("amax drops NaN", f"{REDUCE}:amax", "return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)", "return tl.max(tl.where(bits > 0x7F800000, 0, bits), axis=axis).to(tl.float32, bitcast=True)", (f"{B}test_edge_blocks[deepgemm-auto]",)),
     ("no floor of amax", f"{SCALES}:fp32_scale", "amax = tl.where(amax < FORMAT.rule.amax_floor, FORMAT.rule.amax_floor, amax)", "amax = amax", (f"{B}test_edge_blocks[vllm-auto]",)),
@@ -83,15 +85,15 @@ _STRIPE: list[tuple[Any, ...]] = [
     ("tiles counted without the last", "quantize_stripe_kernel", "tiles = tl.cdiv(cols, TILE)", "tiles = tl.maximum(cols // TILE, 1)", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("last tile not launched", f"{LAUNCH}:_Quantize.stripes_pass", "launch(\n            (stripes * tiles, 1, 1),", "launch(\n            (max(stripes * tiles - 1, 1), 1, 1),", (f"{SHAPES}[e4m3:1x128:te:pow2]",)),
     ("amax of the first row of a tile", "quantize_stripe_kernel", "amax(amax(x, axis=1), axis=0)", "amax(tl.where(row == stripe * ROWS, amax(x, axis=1), 0.0), axis=0)", ("quant/test_norms.py::test_amax[e4m3:1x128:te:pow2]",)),
-    ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(of_columns, (R // S, C // S, S)), axis=2)", "amax(tl.reshape(tl.where(tl.arange(0, C)[None, :] % S == 0, of_columns, 0.0), (R // S, C // S, S)), axis=2)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
+    ("square's amax of its first column", f"{TILE}:quantize_squares", "amax(tl.reshape(column_amax, (R // S, C // S, S)), axis=2)", "amax(tl.reshape(tl.where(tl.arange(0, C)[None, :] % S == 0, column_amax, 0.0), (R // S, C // S, S)), axis=2)", (f"{SHAPES}[e4m3:128x128:te:pow2]",)),
     ("squares scaled by those above", f"{TILE}:quantize_squares", "repeat_rows(factor, S)", "tl.flip(repeat_rows(factor, S), 0)", (f"{SHAPES}[e2m1:nvfp4_16x16:te]",)),
     ("rotated without signs", f"{HADAMARD}:hadamard_columns", "-1.0, 1.0)", "1.0, 1.0)", (ROTATED,)),
     ("sums and differences swapped", f"{HADAMARD}:hadamard_columns", "tl.join(even + odd, even - odd)", "tl.join(even - odd, even + odd)", (ROTATED,)),
     ("rotated in three steps", f"{HADAMARD}:hadamard_columns", "tl.static_range(4)", "tl.static_range(3)", (ROTATED,)),
     ("rotated numbers twice as large", f"{HADAMARD}:hadamard_columns", "* 0.25", "* 0.5", (ROTATED,)),
     ("rotated numbers not rounded", "quantize_stripe_kernel", "hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)", "hadamard_columns(x)", (f"{B}test_rotated_copies[bf16]",)),
-    ("rotated copy scaled by the amax of x", f"{LAUNCH}:_Quantize.rotated", "False, given_t=given_t", "False, given_t=given", (ROTATED,)),
-    ("amax of the rotated copy that of x", "quantize_stripe_kernel", "amax(amax(turned, axis=1), axis=0)", "amax(amax(x, axis=0), axis=0)", (ROTATED,)),
+    ("rotated copy scaled by the amax of x", f"{LAUNCH}:_Quantize.rotated", "False, rotated_amax=rotated_amax", "False, rotated_amax=tensor_amax", (ROTATED,)),
+    ("amax of the rotated copy that of x", "quantize_stripe_kernel", "amax(amax(rotated, axis=1), axis=0)", "amax(amax(x, axis=0), axis=0)", (ROTATED,)),
     ("rotated rows cut off with x", "quantize_stripe_kernel", "(rows + 15) // 16 * 16", "rows", (ROTATED,)),
     ("row-wise copy rotated as well", "quantize_stripe_kernel", "            store_stripe(\n                x,\n                copy,\n                nothing,", "            store_stripe(\n                hadamard_columns(x),\n                copy,\n                nothing,", (ROTATED,)),
     ("columns scaled by the group above", f"{TILE}:quantize_columns", "scaled(groups, factor[:, None, :], FORMAT)", "scaled(groups, tl.flip(factor, 0)[:, None, :], FORMAT)", (f"{EVERY}[e2m1:mx:te-both]",)),
@@ -106,8 +108,8 @@ _AMAX: list[tuple[Any, ...]] = [
     ("rows and columns swapped", "amax_kernel", "amax(x, axis=1), mask=row < rows)", "amax(x, axis=0), mask=row < rows)", (f"{SHAPES}[int8:row:te]",)),
     ("amax drops NaN", f"{REDUCE}:amax", "return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)", "return tl.max(tl.where(bits > 0x7F800000, 0, bits), axis=axis).to(tl.float32, bitcast=True)", (f"{EVERY}[e4m3:row:deepep-both]",)),
     ("negative numbers ignored", f"{REDUCE}:amax", "& 0x7FFFFFFF", "", (f"{SHAPES}[int8:row:te]",)),
-    ("first piece of all", f"{LAUNCH}:_Quantize.stripes_pass", "of_rows.amax(0), of_cols.amax(0)", "of_rows[0], of_cols[0]", (f"{SHAPES}[int8:row:te]",)),
-    ("smallest of the pieces", f"{LAUNCH}:_Quantize.stripes_pass", "of_rows.amax(0), of_cols.amax(0)", "of_rows.amin(0), of_cols.amin(0)", (f"{SHAPES}[int8:row:te]",)),
+    ("first piece of all", f"{LAUNCH}:_Quantize.stripes_pass", "row_partials.amax(0), col_partials.amax(0)", "row_partials[0], col_partials[0]", (f"{SHAPES}[int8:row:te]",)),
+    ("smallest of the pieces", f"{LAUNCH}:_Quantize.stripes_pass", "row_partials.amax(0), col_partials.amax(0)", "row_partials.amin(0), col_partials.amin(0)", (f"{SHAPES}[int8:row:te]",)),
     ("x read at the wrong stride", "amax_kernel", "row * x_stride", "row * cols", ("quant/test_strides.py::test_strided_inputs[e4m3:row:te]",)),
     ("last row left out", "amax_kernel", "mask=row < rows)", "mask=row < rows - 1)", (f"{SHAPES}[int8:row:te]",)),
     ("last column left out", "amax_kernel", "mask=col < cols)", "mask=col < cols - 1)", (f"{SHAPES}[int8:row:te]",)),
@@ -140,7 +142,7 @@ _DEQUANTIZE: list[tuple[Any, ...]] = [
     ("32-bit row offsets", "dequantize_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
     ("last code of an odd row left out", "dequantize_kernel", "cols + PACKED - 1", "cols", (workload("accuracy", "dequantize:odd/33:nvfp4-both:8192"),)),
     ("results at the codes' stride", "dequantize_kernel", "out_off = tl.multiple_of(row * cols", "out_off = tl.multiple_of(row * data_stride", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
-    ("last column left out", "dequantize_kernel", "exists = tile_mask(row, col, rows, cols,", "exists = tile_mask(row, col, rows, cols - 1,", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
+    ("last column left out", "dequantize_kernel", "col_mask = tile_mask(row, col, rows, cols,", "col_mask = tile_mask(row, col, rows, cols - 1,", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
 ]  # fmt: skip
 
 _TENSOR: list[tuple[Any, ...]] = [

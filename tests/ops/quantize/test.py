@@ -1,5 +1,5 @@
-"""The quantisers, for what is particular to them: long rows, seeds, PyTorch's checks of the ops. Their bytes are
-tested in `tests/quant`, and the workloads go through the catalogue."""
+"""Long rows, seeds and PyTorch's op checks of the quantizers. `tests/quant` tests their bytes, the catalogue their
+workloads."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ from weft.runtime import choosing_for, recording
 
 
 def meta(*shape: int) -> Tensor:
-    """A tensor that is only declared."""
+    """Return a bf16 tensor on the meta device, without memory."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-# Just below the size from which integers have 64 bits, and so far above that twice the size has more than 31; of each
-# one that is a multiple of all tiles, so that no column is masked.
+# Lengths around the limits of 32-bit integers: just below 2^30, above it so that twice the length exceeds 31 bits, and
+# just below 2^31; each also as a multiple of all tiles, so that no column is masked.
 LONG_ROWS = (2**30 - 1, 2**30 - 1024, 1_200_000_001, 1_200_000_000, 2**31 - 1, 2**31 - 1024)
 
 
 @pytest.mark.parametrize(("rows", "cols"), covering((1, 5), LONG_ROWS, together=1))
 def test_programs_that_share_a_long_row(rows: int, cols: int) -> None:
-    """Every address of an H100's launches is in bounds and no loop wraps around: of tensors that are only declared."""
+    """Every address of an H100's launches on meta tensors is in bounds, and no loop counter wraps around."""
     op = weft.catalogue["quantize"]
-    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+    with triton_loom.sanitize(dry=True) as witness, choosing_for("sm_90"):
         for format, amax in (("e4m3:1x128:te:pow2", True), ("e4m3:mx:te", False), ("e4m3:tensor:te", False)):
             options = ResultOptions(torch.bfloat16, format, True, False, None, amax)
             a = QuantizeArgs(meta(rows, cols), options, None)
             op.launch(op.allocate(a), a)
-    assert seen.launches == 6, "one kernel each, one more for the first's amax and two for a tensor's scale"
+    assert witness.launches == 6, (
+        "expected one kernel each, one more for the first amax and two for the tensor scale"
+    )
 
 
 def test_stripes_of_long_rows() -> None:
-    """The offset of a stripe's last row has 31 bits in the longest row that has a column-wise copy."""
+    """The offset of a stripe's last row fits in 31 bits for the longest row that has a column-wise copy."""
     op = weft.catalogue["quantize"]
-    with triton_loom.sanitize(dry=True) as seen, choosing_for("sm_90"):
+    with triton_loom.sanitize(dry=True) as witness, choosing_for("sm_90"):
         for format in ("e4m3:1x128:te:pow2", "e4m3:mx:te", "e4m3:128x128:te"):
             options = ResultOptions(torch.bfloat16, format, True, True, None, False)
             a = QuantizeArgs(meta(256, 2**24 - 128), options, None)
             op.launch(op.allocate(a), a)
-    assert seen.launches == 3
+    assert witness.launches == 3
 
 
 @pytest.mark.parametrize("seed", [0, 2**30, 2**31 - 1, 2**61 + 2**30, 2**62 - 1])
-def test_no_seed_is_a_long_row(seed: int) -> None:
-    """A seed has up to 62 bits; it makes no new variant of a kernel."""
+def test_seeds_compile_no_new_variant(seed: int) -> None:
+    """A seed of up to 62 bits is passed as 32-bit integers."""
     with recording("sm_90") as variants:
         weft.quantize(meta(4, 256), "1x128", seed=seed)
         weft.quantize(meta(4, 256), "1x128", columnwise=True, seed=seed)
@@ -87,19 +89,19 @@ def test_squares_of_nvfp4_are_refused_as_results(call: Callable[[Tensor], object
         call(torch.randn(16, 64))
 
 
-def test_both_copies_of_a_weight_are_the_same_numbers() -> None:
-    """As forward and backward multiply by them. Rows and columns end in squares that are cut off."""
+def test_both_copies_of_a_weight_decode_to_the_same_values() -> None:
+    """Forward and backward multiply by the same values, even where the last squares are cut off."""
     w, x, dy = torch.randn(40, 72), torch.randn(16, 72), torch.randn(16, 40)
     q = weft.quantize(w, "nvfp4_16x16", columnwise=True)
     assert q.columnwise is not None
-    turned = weft.QTensor((72, 40), w.dtype, q.format, q.columnwise).dequantize()
-    assert torch.equal(turned.t(), q.dequantize())
-    # A number in another square does not change the scale, one of the same square does.
+    transposed = weft.QTensor((72, 40), w.dtype, q.format, q.columnwise).dequantize()
+    assert torch.equal(transposed.t(), q.dequantize())
+    # Changing an element changes only the scale of its own square.
     w[17, 3] = w[:16].abs().max()
-    again = weft.quantize(w, "nvfp4_16x16")
+    changed = weft.quantize(w, "nvfp4_16x16")
     assert q.rowwise is not None
-    assert again.rowwise is not None
-    different = again.rowwise.scale.view(torch.uint8) != q.rowwise.scale.view(torch.uint8)
+    assert changed.rowwise is not None
+    different = changed.rowwise.scale.view(torch.uint8) != q.rowwise.scale.view(torch.uint8)
     assert different.nonzero()[:, 0].unique().tolist() == list(range(16, 32))
     assert different.any(0).tolist() == [True, False, False, False, False]
     forward = weft.matmul(weft.quantize(x, "nvfp4"), q.T)

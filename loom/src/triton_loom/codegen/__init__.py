@@ -1,1 +1,1 @@
-"""From a TTIR module to C++. `emit` is the way in, and tells the story downwards."""
+"""Translation of a TTIR module into C++. Start reading at `emit`, which lists the other modules."""

@@ -1,4 +1,4 @@
-"""How loads, stores and atomics are written in C++: plainly, or through a witness that checks and counts them."""
+"""C++ for loads, stores and atomics: plain, or through a witness that checks and counts them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class Chunk:
 
     pointer: Form
     lanes: int
-    count: str | None = None  # how many of the first lanes are on
-    masked: Form | None = None  # or which of them
+    count: str | None = None  # the first so many lanes are on,
+    masked: Form | None = None  # or the lanes of this mask
 
     @property
     def mask(self) -> str | None:
-        """The lanes that are on, if not all are."""
+        """The mask of the active lanes; None if all are active."""
         if self.count is not None:
             return f"first_mask<{self.lanes}>({self.count})"
         return self.masked.vec(self.lanes) if self.masked else None
 
     @property
     def every(self) -> str:
-        """All lanes are on."""
+        """A mask with all lanes active."""
         return f"splat<i32x{self.lanes}>(-1)"
 
-    def place(self, stored: str) -> str:
-        """Where the lanes are: base and step, or an address each."""
+    def location(self, stored: str) -> str:
+        """Return the location of the lanes: base and step, or one address per lane."""
         if self.pointer.kind in ("vector", "offsets"):
             return self.pointer.vec(self.lanes)
         return f"({stored} *){self.pointer.expr}, {self.pointer.step}"
 
 
 class Accesses:
-    """Plain memory accesses."""
+    """Memory accesses without instruments."""
 
-    prefetches = True  # memory may be asked for before it is accessed
+    prefetches = True  # memory may be prefetched
 
     def load_one(self, op: Op, pointer: str, mask: str | None, other: str | None) -> str:
         element = element_of(op.result.type)
@@ -51,19 +51,19 @@ class Accesses:
         return text if mask is None else f"{mask} ? {text} : {other or literal(element, 0)}"
 
     def load_chunk(self, op: Op, chunk: Chunk, rest: str) -> str:
-        """`rest` is what lanes that are off hold."""
+        """Return the load of a chunk; inactive lanes get `rest`."""
         stored = stored_type(element_of(op.result.type))
         type_ = vector_of(stored, chunk.lanes)
         pointer, masked, mask = chunk.pointer, chunk.masked, chunk.mask
         if pointer.kind == "vector":
             return f"load_at<{type_}>({pointer.expr}, {mask or chunk.every}, {rest})"
         base = f"(const {stored} *){pointer.expr}"
-        some = f", {mask}, {rest}" if mask else ""
+        masking = f", {mask}, {rest}" if mask else ""
         if pointer.offset:
             offsets = pointer.offset.vec(chunk.lanes)
-            return f"gather{'_masked' if mask else ''}<{type_}>({base}, {offsets}{some})"
+            return f"gather{'_masked' if mask else ''}<{type_}>({base}, {offsets}{masking})"
         if pointer.step != 1:
-            return f"load_strided<{type_}>({base}, {pointer.step}{some})"
+            return f"load_strided<{type_}>({base}, {pointer.step}{masking})"
         if chunk.count is not None:
             return f"load_first<{type_}>({base}, {chunk.count}, {rest})"
         if masked is None:
@@ -79,15 +79,15 @@ class Accesses:
         stored = stored_type(element_of(op.operands[1].type))
         type_ = vector_of(stored, chunk.lanes)
         pointer, masked, mask = chunk.pointer, chunk.masked, chunk.mask
-        every = mask or chunk.every
+        on = mask or chunk.every
         base = f"({stored} *){pointer.expr}"
         if pointer.kind == "vector":
-            return f"store_at<{type_}>({pointer.expr}, {every}, {text});"
+            return f"store_at<{type_}>({pointer.expr}, {on}, {text});"
         if pointer.offset:
-            return f"scatter<{type_}>({base}, {pointer.offset.vec(chunk.lanes)}, {every}, {text});"
+            return f"scatter<{type_}>({base}, {pointer.offset.vec(chunk.lanes)}, {on}, {text});"
         if pointer.step != 1:
-            some = f"{mask}, " if mask else ""
-            return f"store_strided<{type_}>({base}, {pointer.step}, {some}{text});"
+            masking = f"{mask}, " if mask else ""
+            return f"store_strided<{type_}>({base}, {pointer.step}, {masking}{text});"
         if chunk.count is not None:
             return f"store_first<{type_}>({base}, {chunk.count}, {text});"
         if masked is None:
@@ -99,44 +99,44 @@ class Accesses:
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         return f"{mask} ? {text} : {literal(element_of(op.result.type), 0)}" if mask else text
 
-    # -- what only a witness writes --
+    # -- written by a witness only --
 
     def bare(self, pointer: Value, text: str) -> str:
-        """An address without the number of the argument that it belongs to (`ir.choices`)."""
+        """Return an address without the number of its argument (`ir.choices`)."""
         return text
 
     def begin_atomic(self) -> list[str]:
         return []
 
     def multiply_adds(self, number: int) -> list[str]:
-        """A dot of so many multiplications and additions is about to run."""
+        """Return statements that count a dot of so many multiply-adds."""
         return []
 
     def overflow(self, op: Op, exact: str, lanes: str = "1") -> str:
-        """Reports those of the lanes whose exact result, a function of the lane `l`, is none of its type's."""
+        """Return the report of the lanes whose exact result, a function of the lane `l`, does not fit its type."""
         raise NotImplementedError
 
     def watched(self, op: Op) -> Integer | None:
-        """The type that has to hold the result of an offset's arithmetic; None if nobody looks."""
+        """Return the type that must hold the result of an offset's arithmetic; None if it is not checked."""
         return None
 
     def counts_lanes(self) -> bool:
-        """Whether a mask that holds for the first lanes of a chunk is written as their number."""
+        """Return whether a mask of the first lanes of a chunk is written as their count."""
         return True
 
     def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
-        """The end of a loop's body: its counter is about to take a step."""
+        """Return statements for the end of a loop's body, before its counter steps."""
         return []
 
     def hints(self, op: Op) -> dict[str, list[int]]:
-        """What the kernel's author has promised about the result of an operation."""
+        """Return the kernel author's promises about the result of an operation."""
         return {}
 
     def promise(self, op: Op, condition: str, value: str) -> list[str]:
         return []
 
     def undefined(self, op: Op, lanes: str) -> list[str]:
-        """A use of lanes that a load has left undefined, if there are any."""
+        """Return statements that report a use of lanes that a load left undefined."""
         return []
 
 
@@ -147,23 +147,21 @@ What = Literal["load", "store", "atomic", "offset", "loop", "promise", "undefine
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the kernel that can be reported: an access, 32-bit arithmetic of offsets, a loop, or a promise."""
+    """A source location that can be reported: an access, 32-bit offset arithmetic, a loop, or a promise."""
 
     what: What
-    location: str  # "file:line" of its own
-    called: str  # and of the kernel's line that it comes from
-    argument: int = (
-        -1
-    )  # the pointer that it goes through, by position among the arguments; -1: known when it runs
+    location: str  # its own "file:line"
+    called: str  # "file:line" of the kernel's line that it comes from
+    argument: int = -1  # position of the pointer argument that it goes through; -1: known at run time only
     size: int = 0  # bytes of an element
-    integer: str = ""  # the type that an offset's arithmetic has
+    integer: str = ""  # the type of an offset's arithmetic
     scope: str = ""  # of an atomic: "cta", "gpu" or "sys"
-    use: str = ""  # what becomes of undefined lanes,
-    loads: tuple[str, ...] = ()  # and "file:line" of the loads that they may come from
+    use: str = ""  # how undefined lanes are used,
+    loads: tuple[str, ...] = ()  # and "file:line" of the loads that may have left them undefined
 
 
 class Witnessed(Accesses):
-    """Accesses that are reported to a witness, by the `modes` that it works in."""
+    """Memory accesses that report to a witness, according to its `modes`."""
 
     prefetches = False
 
@@ -181,7 +179,7 @@ class Witnessed(Accesses):
         return f"#define LOOM_WITNESS {(SANITIZE in self.modes) + 2 * (COUNT in self.modes)}\n"
 
     def site(self, op: Op, what: What) -> str:
-        """The arguments of a call that say where it stands in the kernel."""
+        """Return the arguments of a runtime call that identify its site in the kernel."""
         is_access = what in ("load", "store", "atomic")
         if not is_access:
             integer = str(self.offsets[op]) if what == "offset" else ""
@@ -199,7 +197,7 @@ class Witnessed(Accesses):
         return f"p, {number}, {site.argument}" if is_access else f"p, {number}"
 
     def argument(self, pointer: Value) -> int:
-        """The position of the argument that a pointer came from; -1 if only the launch knows it."""
+        """Return the position of the argument that a pointer came from; -1 if only the launch knows it."""
         root = root_of(pointer)
         return self.arguments.get(root, -1) if root else -1
 
@@ -215,10 +213,10 @@ class Witnessed(Accesses):
 
     def load_chunk(self, op: Op, chunk: Chunk, rest: str) -> str:
         stored = stored_type(element_of(op.result.type))
-        where = chunk.place(f"const {stored}")
-        each = "load_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_load"
+        location = chunk.location(f"const {stored}")
+        function = "load_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_load"
         mask = chunk.mask or chunk.every
-        return f"{each}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'load')}, {where}, {mask}, {rest})"
+        return f"{function}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'load')}, {location}, {mask}, {rest})"
 
     def store_one(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         type_ = memory_type(element_of(op.operands[1].type))
@@ -226,18 +224,18 @@ class Witnessed(Accesses):
 
     def store_chunk(self, op: Op, chunk: Chunk, text: str) -> str:
         stored = stored_type(element_of(op.operands[1].type))
-        where = chunk.place(stored)
-        each = "store_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_store"
+        location = chunk.location(stored)
+        function = "store_each" if chunk.pointer.kind in ("vector", "offsets") else "seen_store"
         mask = chunk.mask or chunk.every
-        return f"{each}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'store')}, {where}, {mask}, {text});"
+        return f"{function}<{vector_of(stored, chunk.lanes)}>({self.site(op, 'store')}, {location}, {mask}, {text});"
 
     def atomic(self, op: Op, pointer: str, mask: str | None, text: str) -> str:
         flags = op.attrs["flags"]
         order = {"relaxed": "RELAXED", "acquire": "ACQUIRE", "release": "RELEASE"}
-        chosen = next((order[f] for f in flags if f in order), "ACQUIRE | RELEASE")
-        chosen = "OF_ONE_PROGRAM" if "cta" in flags else chosen
+        ordering = next((order[f] for f in flags if f in order), "ACQUIRE | RELEASE")
+        ordering = "OF_ONE_PROGRAM" if "cta" in flags else ordering
         update = f"[&] {{ return {text}; }}"
-        return f"seen_atomic({self.site(op, 'atomic')}, {pointer}, {mask or 'true'}, {chosen}, {update})"
+        return f"seen_atomic({self.site(op, 'atomic')}, {pointer}, {mask or 'true'}, {ordering}, {update})"
 
     def begin_atomic(self) -> list[str]:
         return ["begin_atomic(p);"]
@@ -251,14 +249,15 @@ class Witnessed(Accesses):
     def counts_lanes(self) -> bool:
         return (
             SANITIZE not in self.modes
-        )  # lane by lane, a mask is what a GPU computes even if it wraps around
+        )  # evaluated lane by lane, a mask is what a GPU computes even if it wraps around
 
     def overflow(self, op: Op, exact: str, lanes: str = "1") -> str:
         return f"overflows({self.site(op, 'offset')}, {lanes}, [&](i32 l) {{ return (i64){exact}; }});"
 
     def loop_step(self, op: Op, counter: str, step: str) -> list[str]:
-        """A counter that wraps around is below the loop's end again: the loop goes on when it should be over, perhaps
-        for ever. That is reported whatever the counter is used for, and the loop is left."""
+        """Report a counter that wraps around, whatever it is used for, and leave the loop.
+
+        It would be below the loop's end again, so the loop would go on, perhaps forever."""
         if SANITIZE not in self.modes or op.operands[0].type != I32 or op.attrs.get("unsigned"):
             return []
         return [f"if (!fits({self.site(op, 'loop')}, (i64){counter} + (i64){step})) break;"]
@@ -266,13 +265,15 @@ class Witnessed(Accesses):
     def hints(self, op: Op) -> dict[str, list[int]]:
         if SANITIZE not in self.modes:
             return {}
-        found = {}
+        hints = {}
         for name in ("divisibility", "contiguity", "constancy"):
-            given = op.attrs.get(f"tt.{name}")
-            if isinstance(given, Dense):
-                one = isinstance(given.values, int)
-                found[name] = [given.values] * max(1, len(shape_of(op.result.type))) if one else given.values
-        return found
+            hint = op.attrs.get(f"tt.{name}")
+            if isinstance(hint, Dense):
+                is_single = isinstance(hint.values, int)
+                hints[name] = (
+                    [hint.values] * max(1, len(shape_of(op.result.type))) if is_single else hint.values
+                )
+        return hints
 
     def promise(self, op: Op, condition: str, value: str) -> list[str]:
         return [f"keeps_promise({self.site(op, 'promise')}, {condition}, {value});"]
@@ -281,7 +282,7 @@ class Witnessed(Accesses):
         return [f"uses_undefined({self.site(op, 'undefined')}, {lanes});"]
 
     def metadata(self, module: Module) -> dict[str, Any]:
-        """What the launcher has to know, as JSON."""
+        """Return the launcher's information about the witness, as JSON."""
         entry = module.entry
         operations = (op for function in module.functions.values() for op in function.body.walk())
         return {
@@ -293,5 +294,5 @@ class Witnessed(Accesses):
 
 
 def exact_result(op: Op, left: str, right: str) -> str:
-    """The result of narrow arithmetic in 64 bits, from operands in 64 bits."""
+    """Return the exact 64-bit result of narrow arithmetic, from operands widened to 64 bits."""
     return f"({left} {ARITHMETIC[op.name]} {right})"

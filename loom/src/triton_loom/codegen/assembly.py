@@ -4,9 +4,9 @@
     program      a list of steps: scopes, declared registers, instructions with their operands
     function     a loop over the elements of the tiles, `pack` at a time, one statement an instruction
 
-Operands are numbered as Triton's own lowering to LLVM does it: first the outputs, then the inputs. Of each tile `pack`
-neighbouring elements take part in one execution; those of less than 32 bits share registers, the first in the low
-bits. A register that nothing was written to holds all ones, as does what is above a narrow result.
+Operands are numbered as in Triton's own lowering to LLVM: outputs first, then inputs. One execution takes `pack`
+neighboring elements of each tile; elements narrower than 32 bits share registers, the first in the low bits. A register
+that was never written holds all ones, and so do the bits above a narrow result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .ptx import C_TYPES, find, width
 TABLE = "src/triton_loom/codegen/ptx.py"
 _CONSTRAINTS = {"c": 16, "h": 16, "r": 32, "f": 32, "l": 64, "d": 64}
 
-# Types of which a conversion reads the low bits, and writes them with the others filled up.
+# Types for which a conversion reads the low bits of a wider register, and extends its result to the whole register.
 _SINGLE = {f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64)} | {"f16", "f32", "f64"}
 
-# Why an instruction that is not in the table will not be, by the beginning of its name.
+# Why an instruction is not in the table and never will be, by the beginning of its name.
 _MEMORY = "it touches memory; use tl.load, tl.store or tl.atomic_*"
-_THREADS = "it deals with the threads of a GPU, of which a program on a CPU has none"
+_THREADS = "it deals with the threads of a GPU, and a program on a CPU has none"
 _BRANCH = "it branches; use a condition before the instruction (`@p`), selp or tl.where"
 _REFUSED = {
     "ld ldu st atom red cp prefetch prefetchu multimem tensormap cvta isspacep": _MEMORY,
@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 def _why_not(name: str) -> str:
-    """Why the instruction of this name is not executed."""
+    """Return the reason why the instruction of this name is not executed."""
     for names, why in _REFUSED.items():
         if name.split(".")[0] in names.split():
             return f"`{name}`: {why}"
@@ -62,7 +62,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """A statement of a text: an instruction's name, with its modifiers, and its operands."""
+    """A statement of the text: the instruction's name, with its modifiers, and its operands."""
 
     name: str
     operands: tuple[Operand, ...]
@@ -71,7 +71,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Declaration:
-    """Registers that a text declares with `.reg`."""
+    """Registers that the text declares with `.reg`."""
 
     type: str
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ _TOKEN = re.compile(
 
 
 def parse(text: str) -> list[Step]:
-    """The steps of an assembly text."""
+    """Return the steps of an assembly text."""
     return _Parser(text).steps()
 
 
@@ -105,7 +105,7 @@ class _Parser:
         self.tokens = [re.sub(r"[{}]", "", t) if t.startswith("$") else t for t in _TOKEN.findall(text)]
         rest = _TOKEN.sub("", text).split()
         if rest:
-            raise Refused(f"`{rest[0]}` is not PTX that Loom can read")
+            raise Refused(f"`{rest[0]}` is not PTX that Loom supports")
         self.at = 0
 
     def peek(self) -> str:
@@ -117,8 +117,8 @@ class _Parser:
         return token
 
     def expect(self, token: str) -> None:
-        if (found := self.next()) != token:
-            raise Refused(f"`{token}` expected, not `{found or 'the end of the text'}`")
+        if (actual := self.next()) != token:
+            raise Refused(f"`{token}` expected, not `{actual or 'the end of the text'}`")
 
     def steps(self) -> list[Step]:
         steps: list[Step] = []
@@ -137,7 +137,7 @@ class _Parser:
             if depth < 0:
                 break
         if depth:
-            raise Refused("its braces do not match")
+            raise Refused("its braces are unbalanced")
         return steps
 
     def declaration(self) -> Declaration:
@@ -145,7 +145,7 @@ class _Parser:
         while self.peek().startswith("."):
             words += self.next().split(".")[1:]
         if len(words) != 2 or words[0] != "reg" or words[1] not in C_TYPES:
-            raise Refused(f"`.{' .'.join(words)}`: of directives, only `.reg` of one type is known")
+            raise Refused(f"`.{' .'.join(words)}`: the only supported directive is `.reg` with one type")
         names: list[str] = []
         while True:
             name = self.next()
@@ -207,7 +207,7 @@ class _Parser:
 
 @dataclass(frozen=True)
 class Register:
-    """A register of a text as a variable of the C++ function."""
+    """A register of the text, as a variable of the C++ function."""
 
     name: str  # in C++
     bits: int
@@ -218,8 +218,8 @@ class Register:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A register that holds elements of a tile: `count` of them from the `first` of each pack on."""
+class Packed:
+    """A register that holds `count` elements of a tile, starting at element `first` of each pack."""
 
     register: Register
     tile: int
@@ -229,7 +229,7 @@ class Place:
 
 
 def function(op: Op, name: str) -> list[str]:
-    """A C++ function `name(inputs..., outputs..., count)` for an operation, of pointers to its elements."""
+    """Return a C++ function `name(inputs..., outputs..., count)` for an operation, on pointers to its elements."""
     try:
         return _Function(op).lines(name)
     except Refused as why:
@@ -253,13 +253,15 @@ class _Function:
             *(f"{memory_type(element_of(v.type))} *out{i}" for i, v in enumerate(self.op.results)),
         ]
         loads, declared = [], set()
-        for place in inputs:
-            r = place.register
+        for packed in inputs:
+            r = packed.register
             declared.add(r.name)
-            taken = f"ptx::take<{r.c_type}, {place.count * place.size}>(in{place.tile} + i + {place.first})"
-            loads.append(f"{r.c_type} {r.name} = {taken};")
-        for place in outputs:
-            r = place.register
+            value = (
+                f"ptx::take<{r.c_type}, {packed.count * packed.size}>(in{packed.tile} + i + {packed.first})"
+            )
+            loads.append(f"{r.c_type} {r.name} = {value};")
+        for packed in outputs:
+            r = packed.register
             if r.name not in declared:
                 loads.append(f"{r.c_type} {r.name} = ({r.c_type})-1;")
         stores = [
@@ -278,30 +280,32 @@ class _Function:
 
     # -- registers --
 
-    def places(self, pack: int) -> tuple[list[Place], list[Place]]:
-        """The registers of the outputs and the inputs, by the constraints."""
+    def places(self, pack: int) -> tuple[list[Packed], list[Packed]]:
+        """Return the registers of the outputs and of the inputs, from the constraints."""
         parts = [c.strip().lstrip("&") for c in self.op.attrs["constraints"].split(",") if c.strip()]
         parts = [c for c in parts if not c.startswith("~")]
         sides = [c[1:].lstrip("&") for c in parts if c.startswith("=")], [c for c in parts if c[0] != "="]
         if any(c in ("v", "s", "a", "VGPR", "SGPR") for side in sides for c in side):
-            raise Refused("this is assembly of AMD's GPUs; Loom executes PTX")
+            raise Refused("this is assembly for AMD GPUs; Loom executes PTX")
         outputs = self.assign("outputs", sides[0], self.op.results, pack, 0)
         inputs = self.assign("inputs", sides[1], self.op.operands, pack, len(sides[0]))
         return outputs, inputs
 
-    def assign(self, what: str, kinds: list[str], values: list[Value], pack: int, start: int) -> list[Place]:
-        wanted = [
+    def assign(self, side: str, kinds: list[str], values: list[Value], pack: int, start: int) -> list[Packed]:
+        expected = [
             (tile, first, count, element)
             for tile, value in enumerate(values)
             for element in [_element(value.type)]
             for count in [min(max(32 // element.bits, 1), pack)]
             for first in range(0, pack, count)
         ]
-        if len(wanted) != len(kinds):
-            raise Refused(f"its constraints name {len(kinds)} {what}, but {len(wanted)} registers hold them")
+        if len(expected) != len(kinds):
+            raise Refused(
+                f"its constraints name {len(kinds)} {side}, but {len(expected)} registers hold them"
+            )
         places = []
         for number, (kind, (tile, first, count, element)) in enumerate(
-            zip(kinds, wanted, strict=True), start
+            zip(kinds, expected, strict=True), start
         ):
             if kind.isdigit():  # the register of an output
                 register = self.registers[0][f"${kind}"]
@@ -312,7 +316,7 @@ class _Function:
             if count * element.bits > register.bits:
                 raise Refused(f"{count} x {element} does not fit the {register.bits} bits of `{kind}`")
             self.registers[0][f"${number}"] = register
-            places.append(Place(register, tile, first, count, element.bits // 8))
+            places.append(Packed(register, tile, first, count, element.bits // 8))
         return places
 
     def register(self, name: str) -> Register:
@@ -320,7 +324,7 @@ class _Function:
             if name in scope:
                 return scope[name]
         if name.startswith("%"):
-            raise Refused(f"`{name}` is a register of the GPU that a program on a CPU does not have")
+            raise Refused(f"`{name}` is a register of the GPU, which a program on a CPU does not have")
         raise Refused(f"`{name}` is not a register that the text declares")
 
     # -- steps --
@@ -356,25 +360,25 @@ class _Function:
         return step.name.startswith("mov.b") and any(o.form == "vector" for o in step.operands)
 
     def packing(self, step: Instruction) -> list[str]:
-        """mov between a register and a vector of smaller ones, the first of which has the low bits."""
+        """Return C++ for a mov between a register and a vector of smaller ones, the low bits first."""
         bits = int(step.name.removeprefix("mov.b"))
         if len(step.operands) != 2 or all(o.form == "vector" for o in step.operands):
             raise Refused(f"`{step.name}` takes a register and a vector")
         to, source = step.operands
-        vector, whole = (to, source) if to.form == "vector" else (source, to)
+        vector, wide = (to, source) if to.form == "vector" else (source, to)
         part = bits // len(vector.items)
         if part not in (8, 16, 32) or part * len(vector.items) != bits:
             raise Refused(f"`{step.name}`: {len(vector.items)} registers do not make {bits} bits")
-        for item, wanted in [(whole.items[0], bits), *((item, part) for item in vector.items)]:
+        for item, required in [(wide.items[0], bits), *((item, part) for item in vector.items)]:
             if item != "_" and not _is_number(item):
-                self.check_width(step, item, f"b{wanted}")
+                self.check_width(step, item, f"b{required}")
         if vector is source:
             terms = [
                 f"({C_TYPES[f'b{bits}']}){self.value(item, f'b{part}')} << {k * part}"
                 for k, item in enumerate(vector.items)
             ]
-            return [f"{self.register(whole.items[0]).name} = {' | '.join(terms)};"]
-        value = self.value(whole.items[0], f"b{bits}")
+            return [f"{self.register(wide.items[0]).name} = {' | '.join(terms)};"]
+        value = self.value(wide.items[0], f"b{bits}")
         lines = [f"const {C_TYPES[f'b{bits}']} whole = {value};"]
         lines += [
             f"{self.register(item).name} = (u{part})(whole >> {k * part});"
@@ -413,14 +417,14 @@ class _Function:
         return ["{", *lines, "}"] if lines else []
 
     def check_width(self, step: Instruction, item: str, type_: str) -> None:
-        """A register is as wide as what it holds; in conversions it may be wider than a single number."""
-        bits, wanted = self.register(item).bits, width(type_)
-        wider = step.name.startswith("cvt.") and type_ in _SINGLE and bits > wanted
-        if bits != wanted and not wider:
-            raise Refused(f"`{step.name}`: `{item}` has {bits} bits, but {wanted} are read or written")
+        """Raise `Refused` unless the register is as wide as its value; in conversions it may be wider than a scalar."""
+        bits, required = self.register(item).bits, width(type_)
+        wider = step.name.startswith("cvt.") and type_ in _SINGLE and bits > required
+        if bits != required and not wider:
+            raise Refused(f"`{step.name}`: `{item}` has {bits} bits, but {required} are read or written")
 
     def value(self, item: str, type_: str) -> str:
-        """C++ for what a register or a number is as an operand of this type."""
+        """Return C++ for a register or a number as an operand of this type."""
         if _is_number(item):
             return _literal(item, type_)
         negated = "!" if item.startswith("!") else ""
@@ -430,9 +434,9 @@ class _Function:
 def _element(type_: Type) -> Scalar:
     element = element_of(type_)
     if not isinstance(element, Scalar):
-        raise Refused("pointers are not passed to assembly; use tl.load and tl.store")
+        raise Refused("pointers cannot be passed to assembly; use tl.load and tl.store")
     if element.bits < 8:
-        raise Refused(f"{element} is not passed to assembly; use tl.int8 or wider")
+        raise Refused(f"{element} cannot be passed to assembly; use tl.int8 or wider")
     return element
 
 
@@ -448,7 +452,7 @@ def _integer(item: str) -> int:
 
 
 def _literal(item: str, type_: str) -> str:
-    """A number of the text: a decimal or its bits (`0f`, `0d`) for f32 and f64, an integer for what is none."""
+    """Return C++ for a number of the text: a decimal or its bits (`0f`, `0d`) for f32 and f64, else an integer."""
     c_type, bits = C_TYPES[type_], width(type_)
     if type_ in ("f32", "f64"):
         if item[:2].lower() == ("0f" if bits == 32 else "0d"):

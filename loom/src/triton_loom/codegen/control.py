@@ -17,7 +17,7 @@ from .schedule import is_virtual, is_write, schedule
 
 
 class ControlFlow(Frame):
-    """Runs the operations of a function one after another; `on_<operation>` writes one that is no expression."""
+    """Emitter of a function's operations in order; `on_<operation>` writes an operation that is not an expression."""
 
     def __init__(self, unit: Unit, body: Region) -> None:
         super().__init__(unit, schedule(Function("", [], [], body, False)))
@@ -39,7 +39,7 @@ class ControlFlow(Frame):
         return self.declarations + self.lines
 
     def declare_across(self, blocks: list[Block]) -> None:
-        """With gotos, what one block computes and another may need is declared before the first."""
+        """Declare before the first block, because of gotos, the values that one block computes and another may need."""
         for block in blocks:
             self.labels[block] = self.unit.unique("block")
             carried = block.args if block is not blocks[0] else []
@@ -86,8 +86,8 @@ class ControlFlow(Frame):
         if handler is None:
             raise Unsupported(op)
         if op.name.startswith("scf."):
-            inside = [v for inner in op.walk() for v in inner.operands]
-            self.flush(op, self.leads_to(inside))
+            used_inside = [v for inner in op.walk() for v in inner.operands]
+            self.flush(op, self.leads_to(used_inside))
         elif is_write(op):
             self.flush(op, set())
         elif op.successors:
@@ -99,9 +99,10 @@ class ControlFlow(Frame):
         handler(op)
 
     def check_hints(self, op: Op, hints: dict[str, list[int]]) -> None:
-        """Has every element of a value compared with what `tl.multiple_of` and its like say of it: along a dimension,
-        runs of consecutive (or equal) elements, each beginning with a multiple. Without a promise about runs, a run
-        is what counts up by one."""
+        """Check every element of a value against the promises of `tl.multiple_of` and its like.
+
+        Along a dimension these promise runs of consecutive (or equal) elements, each beginning with a multiple.
+        Without a promise about runs, a run is what counts up by one."""
         value, shape = op.result, shape_of(op.result.type)
         self.prepare([value], None)
         nest = LoopNest(self, shape, lanes=1, values=None)
@@ -183,7 +184,7 @@ class ControlFlow(Frame):
     # -- structured control flow --
 
     def region(self, block: Block, finish: Callable[[Op], None]) -> None:
-        """A structured block and, by `finish`, its terminator. What is pending outside stays so."""
+        """Write a structured block and, by `finish`, its terminator. Values pending outside stay pending."""
         outer, self.pending = self.pending, []
         *ops, terminator = block.ops
         self.ops(ops)
@@ -207,17 +208,19 @@ class ControlFlow(Frame):
         self.comment(op)
         steps = self.accesses.loop_step(op, induction, step)
         if not op.attrs.get("unsigned"):
-            never = f"{lower} < {upper} && {step} <= 0"  # a counter that wraps around is a finding of its own
-            never = never if steps else f"never_ends<{type_}>({lower}, {upper}, {step})"
-            why = f"{op.location}: the loop would never end, by its step or because its counter wraps around"
-            self.lines.append(f"if ({never}) return fail(p, {c_string(why)});")
+            is_endless = (
+                f"{lower} < {upper} && {step} <= 0"  # a counter that wraps around is a finding of its own
+            )
+            is_endless = is_endless if steps else f"never_ends<{type_}>({lower}, {upper}, {step})"
+            why = f"{op.location}: the loop would never end, because of its step or because its counter wraps around"
+            self.lines.append(f"if ({is_endless}) return fail(p, {c_string(why)});")
         self.lines.append(f"for ({type_} {induction} = {lower}; {condition}; {induction} += {step}) {{")
         self.region(body, lambda end: self.assign(targets, end.operands, end))
         self.lines += [*steps, "}"]
 
     def share_buffers(self, body: Block, targets: list[Target]) -> None:
-        """A value that becomes the next iteration's tile is computed right into that tile's buffer, if every
-        reader of the old one has read it by then (or reads it element for element in the same nest)."""
+        """Compute a value that becomes the next iteration's tile right in that tile's buffer where this is safe: every
+        reader of the old tile has read it by then, or reads it element for element in the same nest."""
         terminator = body.ops[-1]
         for slot, (value, target) in enumerate(zip(terminator.operands, targets, strict=True)):
             op = value.producer
@@ -232,8 +235,10 @@ class ControlFlow(Frame):
             else:
                 continue
             readers = self.plan.uses.get(body.args[1 + slot], {})
-            made = home.position if home else self.plan.position[op]
-            if home and all(n.position < made or (n is home and use.direct) for n, use in readers.items()):
+            written_at = home.position if home else self.plan.position[op]
+            if home and all(
+                n.position < written_at or (n is home and use.direct) for n, use in readers.items()
+            ):
                 shared = Buffer(target.buffer.name, target.buffer.element, target.buffer.shape)
                 self.buffers[value] = shared
                 self.aliases[shared] = target.buffer
@@ -296,7 +301,7 @@ class ControlFlow(Frame):
 
 
 def _only_waits(loop: Op) -> bool:
-    """Whether a `while` loop does nothing but look at memory: no round stores anything or builds on the one before."""
+    """Return whether a `while` loop only polls memory: no round stores anything or depends on the round before."""
     inside = {op for op in loop.walk() if op is not loop}
     if not any(op.name.startswith("tt.atomic") or op.name == "tt.load" for op in inside):
         return False

@@ -1,4 +1,4 @@
-"""How types, numbers and conversions of TTIR are written in C++."""
+"""C++ for types, numbers and conversions of TTIR."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _C_TYPES = {
     "f8E4M3FNUZ": "u8",
     "f8E5M2FNUZ": "u8",
 }
-# The name by which casts.h knows a format that C++ has no type for.
+# The name in casts.h of each format that C++ has no type for.
 FORMATS = {
     "f16": "f16",
     "bf16": "bf16",
@@ -32,7 +32,7 @@ FORMATS = {
     "f8E4M3FNUZ": "e4m3fnuz",
     "f8E5M2FNUZ": "e5m2fnuz",
 }
-# (exponent bits, mantissa bits, bias) of the same, to write their literals.
+# (exponent bits, mantissa bits, bias) of these formats, to write their literals.
 _LAYOUTS = {"f16": (5, 10, 15), "bf16": (8, 7, 127), "f8E4M3FN": (4, 3, 7), "f8E5M2": (5, 2, 15)}
 _LAYOUTS |= {"f8E4M3FNUZ": (4, 3, 8), "f8E5M2FNUZ": (5, 2, 16)}
 
@@ -40,7 +40,7 @@ Lanes = int | str  # a number, or "W" inside a template over the number of lanes
 
 
 def c_type(element: Type, lanes: Lanes = 1) -> str:
-    """The C++ type of `lanes` lanes of this element. Vector lanes of i1 are masks, those of pointers i64."""
+    """Return the C++ type of `lanes` lanes of this element. Vector lanes of i1 are masks; those of pointers are i64."""
     if isinstance(element, Pointer):
         return f"{memory_type(element.pointee)} *" if lanes == 1 else vector_of("i64", lanes)
     if isinstance(element, Opaque) or element.name not in _C_TYPES:  # type: ignore[union-attr]
@@ -52,31 +52,31 @@ def c_type(element: Type, lanes: Lanes = 1) -> str:
 
 
 def vector_of(scalar: str, lanes: Lanes) -> str:
-    """The C++ type of `lanes` lanes of a C++ scalar type."""
+    """Return the C++ type of `lanes` lanes of a C++ scalar type."""
     if lanes == 1:
         return scalar
     return f"vec<{scalar}, {lanes}>" if lanes == "W" else f"{scalar}x{lanes}"
 
 
 def memory_type(element: Type) -> str:
-    """How one element lies in memory: i1 is a byte, a pointer is itself."""
+    """Return the C++ type of one element in memory: i1 is a byte, a pointer is itself."""
     if isinstance(element, Scalar) and element.name == "i1":
         return "i8"
     return c_type(element)
 
 
 def stored_type(element: Type) -> str:
-    """The element type of a chunk of memory: as `memory_type`, with addresses as numbers."""
+    """Return the element type of a chunk of memory: `memory_type`, with addresses as integers."""
     return "i64" if isinstance(element, Pointer) else memory_type(element)
 
 
 def size_of(element: Scalar | Pointer) -> int:
-    """How many bytes one element takes in memory."""
+    """Return the bytes of one element in memory."""
     return max(1, element.bits // 8)
 
 
 def literal(element: Type, value: Number) -> str:
-    """A C++ literal with exactly this value (a Python number, bool, or Bits)."""
+    """Return a C++ literal with exactly this value (a Python number, bool, or Bits)."""
     if isinstance(element, Pointer):
         return f"({c_type(element)}){_int(value)}ll"
     assert isinstance(element, Scalar)
@@ -130,7 +130,7 @@ def _float_literal(value: float, suffix: str) -> str:
 
 
 def encode(name: str, value: float) -> int:
-    """The bits of a finite literal that the format holds exactly (MLIR prints only such decimals)."""
+    """Return the bits of a finite literal that the format holds exactly (MLIR prints only such decimals)."""
     exponent_bits, mantissa_bits, bias = _LAYOUTS[name]
     sign = 1 if struct.pack(">d", value)[0] & 0x80 else 0
     magnitude = abs(value)
@@ -142,21 +142,21 @@ def encode(name: str, value: float) -> int:
 
 
 def widen(name: str, text: str) -> str:
-    """A float of a format that C++ has no type for, as f32; any other value as it is."""
+    """Return a float of a format that C++ has no type for as f32; any other value unchanged."""
     return f"f32_from_{FORMATS[name]}({text})" if name in FORMATS else text
 
 
 def narrow(name: str, text: str) -> str:
-    """An f32 rounded to a format that C++ has no type for; any other value as it is."""
+    """Return an f32 rounded to a format that C++ has no type for; any other value unchanged."""
     return f"{FORMATS[name]}_from_f32({text})" if name in FORMATS else text
 
 
 def declare_const(type_: str, name: str, expr: str) -> str:
-    """The definition of a constant."""
+    """Return the definition of a constant."""
     return f"{type_}const {name} = {expr};" if type_.endswith("*") else f"const {type_} {name} = {expr};"
 
 
 def c_string(text: str) -> str:
-    """Write a text as a C++ literal."""
+    """Return a text as a C++ literal."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

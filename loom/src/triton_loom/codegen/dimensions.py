@@ -1,4 +1,4 @@
-"""Which dimensions of a loop nest a value follows, and which of them one loop can run through."""
+"""Mapping between the dimensions of a value and of a loop nest, and merging of dimensions into one loop."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from ..ir.ttir import Op, Tensor, Value, shape_of
 
-Dims = tuple[int | None, ...]  # for each dimension of a value, that of the nest; None: it has one element
+Dims = tuple[int | None, ...]  # the nest's dimension for each dimension of a value; None: it has one element
 _INDEX_LEAVES = ("tt.make_range", "tt.reshape", "tt.gather", "tt.split")
 
 
 def operand_dims(op: Op, operand: Value, dims: Dims) -> Dims:
-    """Which dimension of the nest each dimension of the operand follows, from those of the result."""
+    """Return the nest's dimension for each dimension of the operand, from those of the result."""
     shape = shape_of(operand.type)
     if op.name == "tt.expand_dims":
         return dims[: op.attrs["axis"]] + dims[op.attrs["axis"] + 1 :]
@@ -33,11 +33,11 @@ def merged(
     alone: int | None,
     is_stored: Callable[[Value], bool],
 ) -> tuple[int, ...]:
-    """The shape with neighbouring dimensions rolled into one wherever no value tells them apart.
+    """Return the shape with neighboring dimensions merged into one wherever no value distinguishes them.
 
-    A rolled-up group keeps its last dimension, with the extent of the whole group; the others become 1.
-    Row-major positions stay what they were, because the index of that last dimension runs through the group.
-    The dimension `alone` (the axis of a reduction) keeps to itself.
+    A merged group keeps its last dimension, with the extent of the whole group; the others become 1.
+    Row-major positions do not change, because the index of that last dimension runs through the group.
+    The dimension `alone` (the axis of a reduction) is never merged.
     """
     joined = [alone not in (d, d + 1) and a > 1 and b > 1 for d, (a, b) in enumerate(pairwise(shape))]
     seen: set[object] = set()
@@ -50,9 +50,9 @@ def merged(
         stored = is_stored(value)
         if op is None or stored or op.name in _INDEX_LEAVES:
             present = [d for d in dims if d is not None]
-            neighbours = set(pairwise(present))
+            neighbors = set(pairwise(present))
             for d in range(len(joined)):
-                if (d in present or d + 1 in present) and (d, d + 1) not in neighbours:
+                if (d in present or d + 1 in present) and (d, d + 1) not in neighbors:
                     joined[d] = False
             if op is not None and not stored and op.name == "tt.gather":
                 joined[:] = [False] * len(joined)
@@ -61,12 +61,12 @@ def merged(
         for operand in op.operands:
             visit(operand, operand_dims(op, operand, dims))
 
-    whole = tuple(d if extent > 1 else None for d, extent in enumerate(shape))
+    own_dims = tuple(d if extent > 1 else None for d, extent in enumerate(shape))
     for value in values:
-        visit(value, whole)
-    rolled = list(shape)
-    for d, together in enumerate(joined):
-        if together:
-            rolled[d + 1] *= rolled[d]
-            rolled[d] = 1
-    return tuple(rolled)
+        visit(value, own_dims)
+    extents = list(shape)
+    for d, is_joined in enumerate(joined):
+        if is_joined:
+            extents[d + 1] *= extents[d]
+            extents[d] = 1
+    return tuple(extents)

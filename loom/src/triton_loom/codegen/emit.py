@@ -1,12 +1,12 @@
-"""Turns a TTIR module into C++.
+"""Generation of C++ from a TTIR module.
 
     generated = generate(ttir_text)
     generated.source      the C++ text: one function that runs one program, readable from top to bottom
 
-The story continues downwards: `tiles` (operations on tiles), `control` (loops, branches, calls), `frame`
-(names, scalars, buffers), `nest` (one loop nest), `accesses` (to memory), `dimensions` and `forms` (what a value is
-in a nest), `schedule` (what is kept, what is recomputed), `operations` (what each one computes), `cpp` (types and
-numbers), and the modules of `ir`.
+The other modules, top down: `tiles` (operations on tiles), `control` (loops, branches, calls), `frame` (names, scalars,
+buffers), `nest` (one loop nest), `accesses` (to memory), `dimensions` and `forms` (a value within a nest), `schedule`
+(which values are buffered, which recomputed), `operations` (what each one computes), `cpp` (types and numbers), and the
+modules of `ir`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .explanation import Explanation
 from .nest import Buffer
 from .tiles import FunctionEmitter
 
-# Each header, with a sign that the text needs it; what every kernel needs has none.
+# Each header, with a pattern that shows that the text needs it; headers that every kernel needs have none.
 _HEADERS = {
     "simd.h": "",
     "tile.h": "",
@@ -48,22 +48,24 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Generated:
-    """A kernel's C++ text, and what its launcher has to know."""
+    """A kernel's C++ text, and what its launcher must know."""
 
     source: str
     name: str
     scratch_bytes: int
     serial: bool  # programs must run one after another for the result not to depend on threads
-    spins: bool  # it has a loop that may last for ever
-    witness: dict[str, Any] | None  # what the launcher of an instrumented kernel has to know
-    explained: dict[str, Any] | None  # its nests and buffers, if these were asked for
+    spins: bool  # it has a loop that may never end
+    witness: dict[str, Any] | None  # what the launcher of an instrumented kernel must know
+    explained: dict[str, Any] | None  # its nests and buffers, if requested
 
 
 def generate(
     text: str, witness: frozenset[str] = frozenset(), *, hardware_dot: bool = False, explain: bool = False
 ) -> Generated:
-    """`witness` is what an instrumented kernel does at each access: "sanitize", "count", or both. With `explain` it
-    takes the time of its nests."""
+    """Generate the C++ of a TTIR module.
+
+    `witness` is what an instrumented kernel does at each access: "sanitize", "count", or both. With `explain`, the
+    kernel times its nests."""
     module = rewrite(parse(text))
     if SANITIZE in witness:
         mark_undefined(module)
@@ -73,7 +75,7 @@ def generate(
 
 
 class _Unit:
-    """One C++ file: the program, and what stands before it."""
+    """A C++ file: the program, and everything above it."""
 
     def __init__(
         self, module: Module, accesses: Accesses, hardware_dot: bool, explanation: Explanation | None
@@ -139,7 +141,7 @@ class _Unit:
         )
 
     def called(self, name: str) -> str:
-        """The C++ name of a function of the module, which is defined once."""
+        """Return the C++ name of a function of the module; the first call defines it."""
         if name not in self.defined:
             callee = self.module.functions[name]
             self.defined[name] = re.sub(r"\W", "_", name)
@@ -147,7 +149,7 @@ class _Unit:
         return self.defined[name]
 
     def define(self, name: str, args: list[Value], results: list[Type], body: Region) -> None:
-        """A C++ function; results go out through references, tiles through pointers."""
+        """Define a C++ function; it returns scalars through references and tiles through pointers."""
         emitter = FunctionEmitter(self, body)
         parameters = [
             "const Program &p",
@@ -164,10 +166,10 @@ class _Unit:
 
 
 def _depends_on_order(module: Module) -> bool:
-    """Whether some atomic's outcome depends on which program comes first.
+    """Return whether some atomic's outcome depends on which program comes first.
 
-    Integer sums, maxima and bit operations come out the same in any order as long as nobody looks at the old
-    value; float sums, exchanges, locks and tickets do not.
+    Integer sums, maxima and bit operations have the same result in any order as long as the old value is unused;
+    float sums, exchanges, locks and tickets do not.
     """
     for function in module.functions.values():
         used = {v for op in function.body.walk() for v in op.operands}

@@ -1,7 +1,7 @@
-"""What a kernel became, written down while its C++ is generated: its loop nests and the tiles that it keeps.
+"""Record of a kernel's loop nests and buffered tiles, made while its C++ is generated.
 
-A nest is known by the line of the kernel that it comes from and by what it does there. Where one begins, the C++ takes
-the time (`lap`, of include/explain.h); what passes until the next lap is the nest's.
+A nest is identified by the kernel's line that it comes from and by what it does there. Where a nest begins, the C++
+takes the time (`lap`, of include/explain.h); the time until the next lap belongs to the nest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..ir.ttir import Op, Value
 
-# What an operation's own nest does. Operations that are not here take no time to speak of, or consist of others.
+# Description of an operation's own nest. Operations that are not listed take negligible time, or consist of others.
 _DOES = {
     "tt.load": "load of one element",
     "tt.store": "store",
@@ -36,13 +36,13 @@ _BETWEEN = "scalars, and what no other row has"
 
 @dataclass
 class Explanation:
-    """Nests in the order of their first line in the C++, and buffers in that of their allocation."""
+    """Nests in the order of their first line in the C++, and buffers in allocation order."""
 
     nests: list[dict[str, str]] = field(default_factory=lambda: [{"location": "", "does": _BETWEEN}])
     kept: list[dict[str, Any]] = field(default_factory=list)
 
     def lap(self, op: Op, does: str = "") -> list[str]:
-        """The statement that begins a nest; none for an operation that has none of its own."""
+        """Return the statement that begins a nest; nothing for an operation without a nest of its own."""
         if not (does := does or _DOES.get(op.name, "")):
             return []
         nest = {"location": op.location, "does": does}
@@ -51,13 +51,13 @@ class Explanation:
         return [f"loom::lap({self.nests.index(nest)});"]
 
     def keep(self, name: str, tile: str, size: int, value: Value | None) -> None:
-        """A buffer of `size` bytes, for a value or to copy one."""
+        """Record a buffer of `size` bytes, for a value or for a copy."""
         own = re.sub(r"_\d+$", "", name)  # as in Python: MLIR tells values of one name apart by numbers
         own = own if own.isidentifier() else ""
         self.kept.append({"name": own, "tile": tile, "bytes": size, "why": _why(value)})
 
     def about(self, location: str) -> dict[str, Any]:
-        """For the metadata of a compiled kernel."""
+        """Return the record for the metadata of a compiled kernel."""
         return {"location": location, "nests": self.nests, "kept": self.kept}
 
 

@@ -1,4 +1,4 @@
-"""What a value is in one chunk of a loop nest, and how that is written in C++."""
+"""Forms of a value in one chunk of a loop nest, and their C++."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..ir.provenance import Integer
 from ..ir.ttir import I1, I32, I64, Pointer, Scalar
 from .cpp import c_type, size_of, vector_of
 
-Step = int | str  # from lane to lane: a number, or a C++ expression
+Step = int | str  # from lane to lane: an int, or a C++ expression
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a value is in the current chunk.
+    """A value in the current chunk.
 
     kind      expr                        lane l holds
     uniform   a scalar                    expr
@@ -30,11 +30,13 @@ class Form:
     level: int
     step: Step = 0
     offset: Form | None = None
-    multiple: int = 1  # a number that divides `expr` of an index
-    exact: Callable[[], str] | None = None  # the true vector, where the affine form holds for addresses only
+    multiple: int = 1  # divides `expr` of an index
+    exact: Callable[[], str] | None = (
+        None  # the true vector, where the affine form is valid for addresses only
+    )
 
     def vec(self, lanes: int) -> str:
-        """As an expression of so many lanes; a scalar one for a single lane."""
+        """Return the value as an expression of so many lanes; a scalar expression for a single lane."""
         if self.kind == "vector" or lanes == 1:
             return self.expr
         type_ = c_type(self.element, lanes)
@@ -55,13 +57,13 @@ class Form:
         return f"(splat<{type_}>((i64){self.expr}) + {offsets})"
 
     def wide(self, lanes: int) -> str:
-        """An integer form as i64 lanes (sign-extended)."""
+        """Return an integer form as i64 lanes (sign-extended)."""
         text = self.vec(lanes)
         return text if self.element == I64 else f"convert<{vector_of('i64', lanes)}>({text})"
 
 
 def wide(text: str, integer: Integer) -> str:
-    """A scalar integer in 64 bits."""
+    """Return a scalar integer widened to 64 bits."""
     return f"(i64){text}" if integer.signed else f"(i64)(u{integer.bits}){text}"
 
 
@@ -69,25 +71,25 @@ Index = tuple[Form, ...]
 
 
 def constant_index(number: int) -> Form:
-    """The same position along a dimension in every chunk."""
+    """Return an index that is the same position along a dimension in every chunk."""
     return Form("uniform", I32, str(number), 0, multiple=number or 1 << 30)
 
 
 def pointee_size(pointer: Pointer) -> int:
-    """How many bytes an offset of 1 is."""
+    """Return the bytes of an offset of 1."""
     pointee = pointer.pointee
     assert isinstance(pointee, Scalar | Pointer)
     return size_of(pointee)
 
 
 def as_step(expr: str) -> Step:
-    """The number that an expression is, or else the expression."""
+    """Return an expression as an int if it is a literal, else unchanged."""
     text = expr.removesuffix("ll")
     return int(text) if text.lstrip("-").isdigit() else expr
 
 
 def add_steps(a: Step, b: Step) -> Step:
-    """a + b, computed now if both are numbers."""
+    """Return a + b, computed now if both are ints."""
     if isinstance(a, int) and isinstance(b, int):
         return a + b
     if a == 0 or b == 0:
@@ -96,7 +98,7 @@ def add_steps(a: Step, b: Step) -> Step:
 
 
 def multiply_steps(a: Step, b: Step) -> Step:
-    """a * b, computed now if both are numbers."""
+    """Return a * b, computed now if both are ints."""
     if isinstance(a, int) and isinstance(b, int):
         return a * b
     if a == 0 or b == 0:

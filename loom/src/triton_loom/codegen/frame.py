@@ -1,7 +1,7 @@
-"""The frame of one C++ function: its names, its scalars and the tiles it keeps in scratch memory.
+"""Frame of one C++ function: its names, its scalars and its tiles in scratch memory.
 
-Scalars become C++ variables where they are computed. Tiles are evaluated inside loop nests (`nest`) as the
-plan of `schedule` says; the few that are kept get a buffer here.
+Scalars become C++ variables where they are computed. Tiles are evaluated inside loop nests (`nest`) according to the
+plan of `schedule`; the few that are stored get a buffer here.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _RESERVED = frozenset(
     )
 )
 
-_REGISTER = 64  # bytes: what is copied by this many suits narrower registers too
+_REGISTER = 64  # bytes: copies of this width suit narrower registers too
 
 
 @dataclass
 class Target:
-    """Where an assignment goes: a C++ variable or a buffer."""
+    """Destination of an assignment: a C++ variable or a buffer."""
 
     variable: str | None = None
     buffer: Buffer | None = None
 
 
 class Unit(Protocol):
-    """What a function needs of the C++ file it stands in."""
+    """Interface of the C++ file that a function needs."""
 
-    top: list[str]  # what stands before the functions: tables, combiners
+    top: list[str]  # text above the functions: tables, combiners
     accesses: Accesses
-    hardware_dot: bool  # dots of bf16 are the processor's own
-    explanation: Explanation | None  # what takes down the nests, if anything does
+    hardware_dot: bool  # bf16 dots use the processor's native instructions
+    explanation: Explanation | None  # record of the nests, if requested
 
     def unique(self, stem: str) -> str: ...
     def allocate(self, size: int) -> int: ...
@@ -66,7 +66,7 @@ class Unit(Protocol):
 
 
 class Frame:
-    """What a function has so far: lines, names, and the storage of values. Its loop nests know it as `Storage`."""
+    """State of a function under construction: lines, names, storage of values. Its loop nests see it as `Storage`."""
 
     def __init__(self, unit: Unit, plan: Plan) -> None:
         self.unit = unit
@@ -76,11 +76,11 @@ class Frame:
         self.lines: list[str] = []
         self.scalars: dict[Value, str] = {}
         self.scalar_names: set[str] = set()
-        self.declared: set[Value] = set()  # scalars whose declaration stands at the top of the function
+        self.declared: set[Value] = set()  # scalars that are declared at the top of the function
         self.buffers: dict[Value, Buffer] = {}
-        self.aliases: dict[Buffer, Buffer] = {}  # a buffer that is another one under the name of a new value
-        self.kept = 0  # the number of buffers so far
-        self.pending: list[Value] = []  # buffered values met but not computed yet
+        self.aliases: dict[Buffer, Buffer] = {}  # a new value's buffer -> the older buffer that it shares
+        self.buffer_count = 0
+        self.pending: list[Value] = []  # buffered values that were met but are not computed yet
         self.lapped: tuple[Op, str] | None = None  # the nest that is being timed
 
     # -- names and scalars --
@@ -113,7 +113,7 @@ class Frame:
             self.lines.append(declare_const(c_type(value.type), self.bind(value, value.name), expr))
 
     def variable(self, value: Value) -> str:
-        """A scalar that is assigned to, not defined once."""
+        """Return the variable of a scalar that is assigned to, not defined once."""
         if value not in self.declared:
             self.lines.append(f"{c_type(value.type)} {self.bind(value, value.name)};")
         return self.scalars[value]
@@ -123,10 +123,10 @@ class Frame:
             self.lines.append(f"// {op.location.rsplit('/', 1)[-1]}")
 
     def lap(self, op: Op, does: str = "") -> None:
-        """What follows is this operation's nest, to whoever asked where the time goes."""
+        """Attribute the time of the statements that follow to this operation's nest, if times are requested."""
         if self.unit.explanation and (lap := self.unit.explanation.lap(op, does)):
             if self.lines and self.lines[-1].startswith("loom::lap("):
-                self.lines.pop()  # a nest of nothing
+                self.lines.pop()  # an empty nest
             self.lines += lap
             self.lapped = op, does
 
@@ -135,8 +135,8 @@ class Frame:
     def new_buffer(
         self, name: str, element: Scalar | Pointer, shape: tuple[int, ...], of: Value | None = None
     ) -> Buffer:
-        self.kept += 1
-        buffer = Buffer(f"kept{self.kept}_{self.identifier(name)}", element, shape)
+        self.buffer_count += 1
+        buffer = Buffer(f"kept{self.buffer_count}_{self.identifier(name)}", element, shape)
         offset = self.unit.allocate(buffer.size * size_of(element))
         type_ = memory_type(element)
         if self.unit.explanation:
@@ -160,12 +160,12 @@ class Frame:
         return buffer is not None and buffer.filled
 
     def table(self, op: Op) -> Buffer:
-        """A constant tile whose elements differ: a static array."""
+        """Return the static array of a constant tile whose elements differ."""
         value = op.result
         if value not in self.buffers:
             element, numbers = element_of(value.type), op.attrs["value"]
             if isinstance(numbers, bytes):
-                raise Unsupported(op, "a constant tile printed as raw bytes")
+                raise Unsupported(op, "a constant tile that is printed as raw bytes")
             name = self.unit.unique("table")
             items = ", ".join("-1" if n is True else literal(element, n) for n in numbers)
             self.unit.top.append(f"static const {memory_type(element)} {name}[] = {{{items}}};")
@@ -175,7 +175,7 @@ class Frame:
     # -- filling them --
 
     def prepare(self, values: list[Value], nest: Nest | None) -> None:
-        """Fills every buffered value that evaluating these needs, except those that this nest tees itself."""
+        """Fill every buffered value that evaluating these needs, except those that this nest tees itself."""
         seen: set[Value] = set()
 
         def visit(value: Value) -> None:
@@ -195,24 +195,24 @@ class Frame:
             visit(value)
 
     def run_nest(self, nest: LoopNest, innermost: list[str] | None = None) -> None:
-        """Writes the nest out; the values that it teed are there from now on."""
+        """Write the nest out, and mark the values that it teed as filled."""
         self.lines += nest.render(innermost)
         for value in nest.teed:
-            self.is_there(value)
+            self.mark_filled(value)
 
-    def is_there(self, value: Value) -> None:
+    def mark_filled(self, value: Value) -> None:
         self.buffers[value].filled = True
         if value in self.pending:
             self.pending.remove(value)
 
     def fill(self, value: Value) -> None:
-        """Computes a buffered value in a nest of its own."""
+        """Compute a buffered value in a nest of its own."""
         buffer = self.buffer_for(value)
         op = value.producer
         assert op
         self.prepare(op.operands, None)
         self.comment(op)
-        around = self.lapped
+        outer_lap = self.lapped
         self.lap(op, "load, kept" if op.name == "tt.load" else "computed, kept")
         if op.name == "tt.trans" and turns(op) and self.is_filled(op.operands[0]):
             *batch, columns, rows = buffer.shape
@@ -226,12 +226,12 @@ class Frame:
             form = nest.define(op, value, nest.index)
             nest.write(buffer, nest.linear(nest.index, buffer.shape), form)
             self.run_nest(nest)
-        self.is_there(value)
-        if around:
-            self.lap(*around)
+        self.mark_filled(value)
+        if outer_lap:
+            self.lap(*outer_lap)
 
     def transposed(self, value: Value) -> int | None:
-        """The dimension along which this tile is contiguous in its source, if that is not the last one."""
+        """Return the dimension along which this tile is contiguous in its source; None if that is the last one."""
         shape = shape_of(value.type)
         last = len(shape) - 1
         if last < 1 or element_of(value.type) == I1 or shape[last] < CHUNK:
@@ -243,8 +243,8 @@ class Frame:
         return dim if dim is not None and shape[dim] >= CHUNK else None
 
     def sources(self, value: Value) -> set[tuple[Value, Dims]]:
-        """The loads and stored tiles that a tile is read from, and which of its dimensions theirs follow."""
-        found: set[tuple[Value, Dims]] = set()
+        """Return the loads and stored tiles that a tile is read from, with the tile's dimension for each of theirs."""
+        result: set[tuple[Value, Dims]] = set()
         seen: set[tuple[Value, Dims]] = set()
 
         def visit(value: Value, dims: Dims) -> None:
@@ -253,18 +253,18 @@ class Frame:
             seen.add((value, dims))
             op = value.producer
             if op is None or not is_virtual(value) or self.is_filled(value) or op.name == "tt.load":
-                found.add((value, dims))
+                result.add((value, dims))
             elif op.name in ELEMENTWISE or op.name in ("tt.broadcast", "tt.expand_dims", "tt.trans"):
                 for operand in op.operands:
                     visit(operand, operand_dims(op, operand, dims))
 
         visit(value, tuple(range(len(shape_of(value.type)))))
-        return found
+        return result
 
     def write_columns(
         self, buffer: Buffer, dim: int, value: Value, evaluate: Callable[[LoopNest], Form]
     ) -> None:
-        """buffer = value, read in chunks along `dim` and turned 16 by 16 on the way."""
+        """Write buffer = value, read in chunks along `dim` and transposed in 16 x 16 blocks."""
         last = len(buffer.shape) - 1
         nest = LoopNest(self, buffer.shape, innermost=last, lanes=CHUNK, lane_dim=dim, values=[value])
         text = self.converted(nest.vec(evaluate(nest)), element_of(value.type), buffer.element, CHUNK)
@@ -280,21 +280,21 @@ class Frame:
         self.run_nest(nest, body)
 
     def converted(self, text: str, source: Scalar | Pointer, target: Scalar | Pointer, lanes: int) -> str:
-        """Operands of a dot are kept in the type that it computes in."""
+        """Return an operand of a dot converted to the type that the dot computes in."""
         if source == target or not isinstance(source, Scalar):
             return text
         text = widen(source.name, text)
         return f"convert<{vector_of('f64', lanes)}>({text})" if target == F64 else text
 
     def write_to(self, moves: list[tuple[Buffer, Value]], home: Nest | None = None) -> None:
-        """buffer = value for tiles of one shape, all of them read before any is written in each chunk."""
+        """Write buffer = value for tiles of one shape; each chunk reads all of them before it writes any."""
         values = [value for _, value in moves]
         self.prepare(values, home)
         if len(moves) == 1 and (dim := self.transposed(values[0])) is not None:
             self.write_columns(moves[0][0], dim, values[0], lambda nest: nest.at_own_index(values[0]))
             return
-        as_it_is = len(moves) == 1 and moves[0][0].element == element_of(values[0].type)
-        lanes = self.lanes_to_copy(values[0]) if as_it_is else None
+        unchanged = len(moves) == 1 and moves[0][0].element == element_of(values[0].type)
+        lanes = self.lanes_to_copy(values[0]) if unchanged else None
         nest = LoopNest(self, moves[0][0].shape, lanes=lanes, values=values)
         forms = [nest.at_own_index(value) for value in values]
         for (buffer, value), form in zip(moves, forms, strict=True):
@@ -303,30 +303,30 @@ class Frame:
         self.run_nest(nest)
 
     def lanes_to_copy(self, value: Value, along: int = -1) -> int | None:
-        """A register full of lanes, for a load of neighbours along this dimension that is kept as it is."""
+        """Return a full register of lanes for a load that is contiguous along this dimension and stored unchanged."""
         op, element, shape = value.producer, element_of(value.type), shape_of(value.type)
         if op is None or op.name != "tt.load" or not shape or element == I1:
             return None
         lanes, dim = min(_REGISTER // size_of(element), shape[along]), len(shape) + along
         pointers, *masks = op.operands[:2]
-        neighbours = strides(pointers)[dim] == 1 and all(holds_up_to(mask, dim) for mask in masks)
-        return lanes if neighbours and lanes > CHUNK else None
+        contiguous = strides(pointers)[dim] == 1 and all(holds_up_to(mask, dim) for mask in masks)
+        return lanes if contiguous and lanes > CHUNK else None
 
     def stored(self, value: Value, home: Nest | None = None, element: Scalar | None = None) -> Buffer:
-        """A buffer that holds the value (as `element`, if given), made if there is none."""
-        wanted = element or element_of(value.type)
+        """Return a buffer that holds the value (as `element`, if given); make one if necessary."""
+        target_element = element or element_of(value.type)
         if value in self.plan.buffered:
             self.prepare([value], None)
         buffer = self.buffers.get(value)
-        if buffer is not None and buffer.filled and buffer.element == wanted:
+        if buffer is not None and buffer.filled and buffer.element == target_element:
             return buffer
-        copy = self.new_buffer(value.name, wanted, shape_of(value.type))
+        copy = self.new_buffer(value.name, target_element, shape_of(value.type))
         self.write_to([(copy, value)], home)
         copy.filled = True
         return copy
 
-    def stored_turned(self, value: Value) -> Buffer | None:
-        """A buffer of [.., N, K] for a value of [.., K, N], if that is how its source lies in memory."""
+    def stored_transposed(self, value: Value) -> Buffer | None:
+        """Return a buffer of [.., N, K] for a value of [.., K, N] if its source has that layout, else None."""
         self.prepare([value], None)
         op, rank = value.producer, len(shape_of(value.type))
         if op is None or self.is_filled(value):
@@ -345,7 +345,7 @@ class Frame:
         return copy
 
     def flush(self, op: Op, needed_inside: set[Value]) -> None:
-        """Before an operation that writes memory or runs regions: computes what must not wait any longer."""
+        """Fill the pending values that an operation which writes memory or runs regions must not delay."""
         writes = is_write(op)
         for value in list(self.pending):
             home = self.plan.tee.get(value)
@@ -355,8 +355,8 @@ class Frame:
                 self.fill(value)
 
     def leads_to(self, values: list[Value]) -> set[Value]:
-        """The buffered values that these are computed from, directly or through virtual ones."""
-        found: set[Value] = set()
+        """Return the buffered values that these are computed from, directly or through virtual ones."""
+        result: set[Value] = set()
         seen: set[Value] = set()
 
         def visit(value: Value) -> None:
@@ -364,18 +364,18 @@ class Frame:
                 return
             seen.add(value)
             if value in self.plan.buffered:
-                found.add(value)
+                result.add(value)
             assert value.producer
             for operand in value.producer.operands:
                 visit(operand)
 
         for value in values:
             visit(value)
-        return found
+        return result
 
     def reads(self, value: Value) -> dict[Buffer, bool]:
-        """Buffers that evaluating `value` reads; True where only at the nest's own index."""
-        found: dict[Buffer, bool] = {}
+        """Return the buffers that evaluating `value` reads; True for those read only at the nest's own index."""
+        result: dict[Buffer, bool] = {}
         seen: set[tuple[Value, bool]] = set()
 
         def visit(value: Value, direct: bool) -> None:
@@ -385,19 +385,19 @@ class Frame:
             op = value.producer
             if op is None or self.is_filled(value) or not is_virtual(value):
                 buffer = self.buffers[value]
-                found[buffer] = found.get(buffer, True) and direct
+                result[buffer] = result.get(buffer, True) and direct
                 return
             direct = direct and (op.name in ELEMENTWISE or op.name in ("tt.load", "tt.addptr"))
             for operand in op.operands:
                 visit(operand, direct)
 
         visit(value, True)
-        return found
+        return result
 
     # -- assignment --
 
     def target(self, value: Value) -> Target:
-        """Storage for a value that control flow assigns to."""
+        """Return storage for a value that control flow assigns to."""
         if isinstance(value.type, Tensor):
             buffer = self.buffer_for(value)
             buffer.filled = True
@@ -412,9 +412,9 @@ class Frame:
             self.scalars[value] = target.variable
 
     def assign(self, targets: list[Target], values: list[Value], op: Op, first_slot: int = 0) -> None:
-        """All targets take their values at once: none of them sees another's new value."""
-        mine = {t.buffer for t in targets if t.buffer}
-        if mine:
+        """Assign all values at once: no target sees another target's new value."""
+        target_buffers = {t.buffer for t in targets if t.buffer}
+        if target_buffers:
             self.lap(op, "assignment of tiles")
         copies: list[tuple[Buffer, Buffer]] = []
         groups: dict[Nest | None, list[tuple[Buffer, Value]]] = {}
@@ -423,10 +423,10 @@ class Frame:
                 continue
             home = self.plan.nest(op, first_slot + slot)
             self.prepare([value], home)
-            here = self.buffers.get(value)
-            if here is not None and self.aliases.get(here, here) is target.buffer:
+            current = self.buffers.get(value)
+            if current is not None and self.aliases.get(current, current) is target.buffer:
                 continue
-            if any(buffer in mine and not direct for buffer, direct in self.reads(value).items()):
+            if any(buffer in target_buffers and not direct for buffer, direct in self.reads(value).items()):
                 copy = self.new_buffer("next", target.buffer.element, target.buffer.shape)
                 self.write_to([(copy, value)], home)
                 copies.append((target.buffer, copy))
@@ -441,7 +441,7 @@ class Frame:
         self.assign_scalars(targets, values)
 
     def assign_scalars(self, targets: list[Target], values: list[Value]) -> None:
-        """After the tiles, which may still be computed from the old scalars."""
+        """Assign the scalars, after the tiles, which may still be computed from the old scalars."""
         variables = {t.variable for t in targets if t.variable}
         moves = []
         for target, value in zip(targets, values, strict=True):

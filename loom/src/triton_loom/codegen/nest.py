@@ -1,4 +1,4 @@
-"""One loop nest over a tile: evaluates values for the chunk at hand and collects the C++ statements.
+"""Loop nest over a tile: evaluates values for the current chunk and collects the C++ statements.
 
 A nest runs over a shape in chunks of W lanes along one dimension. Evaluating a value at an index gives a
 `Form`: the same in every lane (uniform), counting up by a fixed step from lane to lane (affine: addresses,
@@ -39,7 +39,7 @@ class Buffer:
 
 
 class Storage(Protocol):
-    """What a nest needs of the function it stands in: the names of scalars, and the tiles that are kept."""
+    """Interface of the enclosing function that a nest needs: names of scalars, and stored tiles."""
 
     plan: Plan
     accesses: Accesses
@@ -54,10 +54,9 @@ class Storage(Protocol):
 
 
 class LoopNest(Wrapping):
-    """Loops over `shape`; the dimension `innermost`, if given, is the innermost loop instead of the chunks'.
+    """Loops over `shape`. The dimension `innermost`, if given, is the innermost loop instead of the loop over chunks.
 
-    `values` are those that will be evaluated at the nest's own index: dimensions that they don't tell apart
-    become one loop.
+    `values` will be evaluated at the nest's own index: dimensions that they don't distinguish become one loop.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class LoopNest(Wrapping):
         self.after: list[list[str]] = [[] for _ in range(len(loops) + 1)]
         self.memo: dict[object, Form] = {}
         self.positions: dict[tuple[Index, tuple[int, ...]], Form] = {}
-        self.taken: dict[str, int] = {}
+        self.name_counts: dict[str, int] = {}
         self.teed: list[Value] = []
-        self.looks_ahead = False  # evaluates what another nest will report
+        self.looks_ahead = False  # only evaluates what another nest will report
         self.index: Index = tuple(self._own_index(d) for d in range(len(shape)))
 
     def _own_index(self, dim: int) -> Form:
@@ -116,7 +115,7 @@ class LoopNest(Wrapping):
         return self.lanes if dim == self.lane_dim else 1
 
     def render(self, innermost: list[str] | None = None) -> list[str]:
-        """The whole nest; `innermost` replaces the innermost loop where the caller writes that itself."""
+        """Return the lines of the nest; `innermost` replaces the innermost loop if the caller writes it itself."""
         out: list[str] = ["{"]
         bodies = len(self.loops) - (1 if innermost is not None else 0)
         for level, dim in enumerate(self.loops[:bodies]):
@@ -135,13 +134,13 @@ class LoopNest(Wrapping):
 
     # -- statements --
 
-    def name(self, wanted: str) -> str:
-        wanted = self.storage.identifier(wanted)
-        count = self.taken.get(wanted, 0)
-        self.taken[wanted] = count + 1
-        if count or wanted in self.storage.scalar_names:
-            return self.name(f"{wanted}_{count + 1}")
-        return wanted
+    def name(self, stem: str) -> str:
+        stem = self.storage.identifier(stem)
+        count = self.name_counts.get(stem, 0)
+        self.name_counts[stem] = count + 1
+        if count or stem in self.storage.scalar_names:
+            return self.name(f"{stem}_{count + 1}")
+        return stem
 
     def let(self, name: str, type_: str, expr: str, level: int) -> str:
         name = self.name(name)
@@ -161,17 +160,17 @@ class LoopNest(Wrapping):
         return Form("vector", element, self.let(name, c_type(element, self.lanes), expr, level), level)
 
     def vec(self, form: Form) -> str:
-        """The form as a vector expression (a scalar one in a nest without lanes)."""
+        """Return the form as a vector expression (a scalar one in a nest without lanes)."""
         return form.vec(self.lanes)
 
     def wide(self, form: Form) -> str:
-        """An integer form as i64 lanes (sign-extended)."""
+        """Return an integer form as i64 lanes (sign-extended)."""
         return form.wide(self.lanes)
 
     # -- index arithmetic --
 
     def plus(self, a: Form, b: Form) -> Form:
-        """Sum of two i32 index forms."""
+        """Return the sum of two i32 index forms."""
         if b.expr == "0" and b.kind == "uniform":
             return a
         if a.expr == "0" and a.kind == "uniform":
@@ -196,7 +195,7 @@ class LoopNest(Wrapping):
         return replace(a, expr=expr, step=multiply_steps(a.step, factor), multiple=a.multiple * factor)
 
     def linear(self, index: Index, shape: tuple[int, ...]) -> Form:
-        """The row-major position of an index; what `delinear` took apart is put together again as it was."""
+        """Return the row-major position of an index; an index that `delinear` made gives its original position."""
         if (index, shape) in self.positions:
             return self.positions[index, shape]
         total, stride = constant_index(0), 1
@@ -207,10 +206,10 @@ class LoopNest(Wrapping):
         return total
 
     def delinear(self, linear: Form, shape: tuple[int, ...]) -> Index:
-        """The index into `shape` of a row-major position; extents are powers of two."""
+        """Return the index into `shape` of a row-major position; extents are powers of two."""
         index: list[Form] = []
         stride = 1
-        whole = linear.kind == "affine"
+        is_affine = linear.kind == "affine"
         for dim, extent in reversed(list(enumerate(shape))):
             if extent == 1:
                 index.append(constant_index(0))
@@ -218,16 +217,16 @@ class LoopNest(Wrapping):
             first = stride == 1
             outermost = all(e == 1 for e in shape[:dim])
             shift = f" >> {stride.bit_length() - 1}" if stride > 1 else ""
-            if whole and not (
+            if is_affine and not (
                 linear.step == 1 and linear.multiple % self.lanes == 0 and (not first or extent >= self.lanes)
             ):
                 linear = Form("vector", I32, self.vec(linear), max(linear.level, self.lane_level))
-                whole = False
+                is_affine = False
             text = f"({linear.expr}{shift})" if shift else linear.expr
             wrapped = text if outermost else f"({text} & {extent - 1})"
             if linear.kind == "vector":
                 index.append(Form("vector", I32, wrapped, linear.level))
-            elif whole and first:
+            elif is_affine and first:
                 index.append(
                     Form("affine", I32, wrapped, linear.level, 1, multiple=gcd(linear.multiple, extent))
                 )
@@ -240,7 +239,7 @@ class LoopNest(Wrapping):
         return tuple(reversed(index))
 
     def view_index(self, op: Op, index: Index) -> Index:
-        """Where the operand of a view is read for this index into its result."""
+        """Return the index into the operand of a view for this index into its result."""
         source = shape_of(op.operands[0].type)
         if op.name == "tt.expand_dims":
             axis = op.attrs["axis"]
@@ -342,7 +341,7 @@ class LoopNest(Wrapping):
         return self.vector(value.name, element, text, level)
 
     def affine(self, op: Op, value: Value, forms: list[Form]) -> Form | None:
-        """Integer arithmetic that keeps lanes equally spaced.
+        """Return the affine form of integer arithmetic that keeps lanes equally spaced, else None.
 
         Sums and products are exact modulo 2^n. Widening assumes that lanes of one chunk don't wrap around, as
         vector loads on a GPU do; it is therefore used for addresses and their masks only (`exact` undoes it).
@@ -350,7 +349,7 @@ class LoopNest(Wrapping):
         element = element_of(value.type)
         if any(f.kind not in ("uniform", "affine") for f in forms) or not isinstance(element, Scalar):
             return None
-        # narrow integers wrap around within a tile; those that count elements do not
+        # narrow integers wrap around within a tile; 32-bit and wider element counts do not
         if element.is_float or any(f.element.bits < 32 for f in (*forms, Form("uniform", element, "", 0))):
             return None
         name = op.name
@@ -406,7 +405,7 @@ class LoopNest(Wrapping):
         return Form("offsets", element, pointer.expr, level, offset=self.shifted(offset, pointer.step))
 
     def shifted(self, offset: Form | None, step: Step) -> Form:
-        """Vector offsets with another lane step added."""
+        """Return vector offsets with another lane step added."""
         assert offset
         if step == 0:
             return offset
@@ -414,7 +413,7 @@ class LoopNest(Wrapping):
         return self.vector("offsets", I64, f"{self.wide(offset)} + ramp<{wide}>(0, {step})", offset.level)
 
     def first_lanes(self, mask: Value, index: Index) -> tuple[str, int] | None:
-        """If the mask holds for just the first n lanes of a chunk: n, as an i64 expression, and its level."""
+        """Return n, as an i64 expression, and its level if the mask holds for exactly the first n lanes, else None."""
         op = mask.producer
         if op is None or mask in self.storage.buffers or not self.accesses.counts_lanes():
             return None
@@ -478,13 +477,13 @@ class LoopNest(Wrapping):
         return self.vector(value.name, element, text, level)
 
     def prefetch(self, op: Op, pointer: Form) -> None:
-        """Where rows of a tile are short and lie apart, asks for those that come next: the processor foresees where a
-        long row goes on, but not where the next one begins."""
+        """Prefetch the next rows of a tile whose rows are short and not adjacent: the processor predicts where a long
+        row continues, but not where the next one begins."""
         pointers, level = op.operands[0], self.depth - 1
         if not self.accesses.prefetches or level < 1 or self.lane_level != self.depth:
             return
         if self.lanes > CHUNK and self.lanes == self.shape[self.lane_dim]:
-            return  # a row is one access: the processor itself looks as many rows ahead
+            return  # a row is one access: the processor itself looks that many rows ahead
         if (pointer.kind, pointer.step) != ("affine", 1) or pointers in self.storage.plan.reads_memory:
             return
         assert isinstance(pointer.element, Pointer)
@@ -541,7 +540,7 @@ class LoopNest(Wrapping):
         return self.vector(name, element, text, linear.level)
 
     def write(self, buffer: Buffer, linear: Form, form: Form, text: str | None = None) -> None:
-        """buffer[linear] = form, in the innermost loop. Masks are kept as bytes of 0 / -1."""
+        """Write buffer[linear] = form, in the innermost loop. Masks are stored as bytes of 0 / -1."""
         text = text or self.vec(form)
         is_bit = buffer.element == I1
         if self.lanes == 1:

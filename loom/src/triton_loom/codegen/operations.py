@@ -1,6 +1,6 @@
-"""What each TTIR operation is: the elementwise ones as C++ expressions, the others by how they are scheduled.
+"""Table of the supported TTIR operations: elementwise ones as C++ expressions, the others by how they are scheduled.
 
-This table is the single list of what Loom supports; the support table of the README is printed from it
+This table is the single list of what Loom supports; the support table of docs/reference.md is printed from it
 (`python -m triton_loom.codegen.operations`). An elementwise entry works on scalars and on vectors of W lanes
 alike, because the functions of include/*.h do.
 """
@@ -15,7 +15,7 @@ from .cpp import FORMATS, Lanes, c_type, literal, narrow, vector_of, widen
 
 
 class Unsupported(NotImplementedError):
-    """An operation that Loom can't run: the message names it and the line of Python it came from."""
+    """Error for an operation that Loom can't run: the message names it and the line of Python that it came from."""
 
     def __init__(self, op: Op, why: str = "") -> None:
         where = f" at {op.location}" if op.location else ""
@@ -27,7 +27,7 @@ class Unsupported(NotImplementedError):
 
 @dataclass(frozen=True)
 class Elementwise:
-    """`cost` is in units of one vector add; `write` gives the C++ expression."""
+    """An elementwise operation: `cost` in units of one vector add; `write` returns the C++ expression."""
 
     cost: float
     write: Callable[[Op, list[str], Lanes], str]
@@ -41,7 +41,7 @@ def _scalar(op: Op) -> Scalar:
 
 
 def _float(template: str, cost: float = 1) -> Elementwise:
-    """Float arithmetic: f32 and f64 as they are, 16-bit types through f32 with one rounding after."""
+    """Return float arithmetic: f32 and f64 natively, 16-bit types through f32 with one rounding at the end."""
 
     def write(op: Op, args: list[str], lanes: Lanes) -> str:
         name = _scalar(op).name
@@ -59,7 +59,7 @@ def _fma(op: Op, args: list[str], lanes: Lanes) -> str:
 
 
 def _integer(template: str, cost: float = 1, mask: str | None = None) -> Elementwise:
-    """Integer arithmetic; `mask` is what the operation means on i1, where that differs."""
+    """Return integer arithmetic; `mask` is the operation's meaning on i1, where that differs."""
 
     def write(op: Op, args: list[str], lanes: Lanes) -> str:
         if _scalar(op).name == "i1":
@@ -68,7 +68,7 @@ def _integer(template: str, cost: float = 1, mask: str | None = None) -> Element
             text = mask.format(*args)
             return f"bool({text})" if lanes == 1 else text
         text = template.format(*args)
-        # C++ promotes narrow scalars to int: come back to the type
+        # C++ promotes narrow scalars to int: convert back to the type
         return f"{c_type(_scalar(op))}({text})" if lanes == 1 and _scalar(op).bits < 32 else text
 
     return Elementwise(cost, write)
@@ -107,7 +107,7 @@ _CMPF = {
 
 
 def predicate(op: Op) -> str:
-    """How a comparison compares: `slt`, `oeq`, ..."""
+    """Return the predicate of a comparison: `slt`, `oeq`, ..."""
     return str(op.attrs["flags"][0])
 
 
@@ -132,7 +132,7 @@ def _cmpf(op: Op, args: list[str], lanes: Lanes) -> str:
 
 
 def _compare(template: str, bits: int, args: list[str], lanes: Lanes) -> str:
-    """64-bit lanes are compared a register at a time: GCC 12 takes apart what is wider, lane by lane."""
+    """Return the comparison, of 64-bit lanes one register at a time: GCC 12 splits wider ones lane by lane."""
     if bits < 64 or lanes == 1:
         return template.format(*args)
     lambda_ = f"[](auto a, auto b) LOOM_LAMBDA {{ return {template.format('a', 'b')}; }}"
@@ -144,7 +144,7 @@ def _select(op: Op, args: list[str], lanes: Lanes) -> str:
 
 
 def _resize(op: Op, args: list[str], lanes: Lanes) -> str:
-    """Sign extension, zero extension and truncation of integers, masks included."""
+    """Return sign extension, zero extension or truncation of integers, masks included."""
     source, target = _scalar(op), element_of(op.result.type)
     assert isinstance(target, Scalar)
     to = c_type(target, lanes)
@@ -161,7 +161,7 @@ def _resize(op: Op, args: list[str], lanes: Lanes) -> str:
 
 
 def _float_cast(op: Op, args: list[str], lanes: Lanes) -> str:
-    """extf, truncf and tt.fp_to_fp between any two float types: one correct rounding."""
+    """Return extf, truncf or tt.fp_to_fp between any two float types: one correct rounding."""
     source, target = _scalar(op), element_of(op.result.type)
     assert isinstance(target, Scalar)
     toward_zero = op.attrs.get("rounding") == "rtz"
@@ -191,7 +191,7 @@ def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
             )
         elif not signed:
             text = f"({vector_of(f'u{source.bits}', lanes)}){text}"
-        if target.name in FORMATS:  # through f64 and f32 rounded to odd: one rounding in all
+        if target.name in FORMATS:  # through f64 and f32 rounded to odd: one rounding overall
             exact = f"convert<{vector_of('f64', lanes)}>({text})"
             wide = f"f64_odd_from_i64({text})" if source.bits == 64 else exact
             return narrow(target.name, f"f32_odd_from_f64({wide})")
@@ -201,7 +201,7 @@ def _int_to_float(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
 
 
 def _float_to_int(signed: bool) -> Callable[[Op, list[str], Lanes], str]:
-    """Truncate toward zero as PTX's cvt does: saturate to 16, 32 or 64 bits, then cut to 8 where the target has 8."""
+    """Truncate toward zero like PTX's cvt: saturate to 16, 32 or 64 bits, then keep the low 8 if the target has 8."""
 
     def write(op: Op, args: list[str], lanes: Lanes) -> str:
         source, target = _scalar(op), element_of(op.result.type)
@@ -342,9 +342,9 @@ ELEMENTWISE: dict[str, Elementwise] = {
     ]
 }
 
-# ---- the rest, by what the scheduler does with them --------------------------------------------------
+# ---- the rest, by how the scheduler treats them -------------------------------------------------------
 
-# Their value is an index calculation: evaluated where it is needed, never stored.
+# Values that are index calculations: evaluated where they are needed, never stored.
 SHAPES = {
     "tt.splat": "one scalar for all lanes",
     "tt.unsplat": "the one element, as a scalar",
@@ -359,20 +359,20 @@ SHAPES = {
     "arith.constant": "literal",
     "ub.poison": "literal",
 }
-# Each runs a loop nest of its own where it stands, and its result is stored.
+# Each runs its own loop nest in place, and its result is stored.
 ROOTS = {
     "tt.reduce": "lane-wise accumulators, then a fixed tree",
     "tt.scan": "sequential along the axis",
     "tt.dot": "a register-blocked micro-kernel, each sum in the order of K",
-    "tt.dot_scaled": "operands dequantised to fp32, then as tt.dot",
-    "loom.bitonic": "what `tl.sort` and `tl.topk` are made of, recognised: compare-and-swaps in place",
+    "tt.dot_scaled": "operands dequantized to fp32, then as tt.dot",
+    "loom.bitonic": "what `tl.sort` and `tl.topk` are made of, recognized: compare-and-swaps in place",
     "tt.histogram": "a counting loop",
     "tt.join": "stored interleaved",
     "tt.cat": "stored one after the other",
     "tt.atomic_rmw": "an atomic instruction per element",
     "tt.atomic_cas": "an atomic instruction per element",
     "tt.map_elementwise": "a C++ function per element",
-    "tt.elementwise_inline_asm": "the PTX of a [table](docs/assembly.md), by element",
+    "tt.elementwise_inline_asm": "the PTX of a [table](assembly.md), by element",
 }
 EFFECTS = {
     "tt.load": "contiguous, strided, gathered or scalar; mask and other",
@@ -393,7 +393,7 @@ CONTROL = {
     "tt.get_program_id": "given by the launcher",
     "tt.get_num_programs": "given by the launcher",
 }
-# Hints and synchronisation inside one program, which on a CPU is one thread.
+# Hints, and synchronization inside one program, which on a CPU is one thread.
 IGNORED = {
     "llvm.intr.assume",
     "gpu.barrier",
@@ -405,7 +405,7 @@ IGNORED = {
 
 
 def support_table() -> str:
-    """Markdown: what is done with each supported operation."""
+    """Return the Markdown table of supported operations by how they run."""
     groups: dict[str, list[str]] = {"elementwise, fused into whatever consumes it": sorted(ELEMENTWISE)}
     for table in (SHAPES, EFFECTS, ROOTS, CONTROL):
         for name, how in table.items():

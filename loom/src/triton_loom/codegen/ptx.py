@@ -1,9 +1,9 @@
-"""The instructions of PTX that Loom executes: for each, the types of its operands and its meaning in C++.
+"""Table of the PTX instructions that Loom executes: for each, the types of its operands and its meaning in C++.
 
 This table is the single list of them; docs/assembly.md is printed from it (`python -m triton_loom.codegen.ptx`). To add
 an instruction, give its family a row here and, if C++ has no operator for it, a function in include/ptx.h.
 
-A family is written as in NVIDIA's manual: `{.ftz}` may be there or not, `(u16|u32)` is one of them.
+A family is written as in NVIDIA's manual: `{.ftz}` is optional, `(u16|u32)` is a choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-# The C++ type in which an instruction reads and writes an operand; floats that C++ lacks and packed ones are raw bits.
+# The C++ type in which an instruction reads and writes an operand; packed floats and those that C++ lacks are raw bits.
 C_TYPES = (
     {"pred": "bool", "f32": "f32", "f64": "f64"}
     | {f"{kind}{bits}": f"u{bits}" for bits in (8, 16, 32, 64) for kind in "bu"}
@@ -28,15 +28,15 @@ EXACT = "exact"
 
 
 def width(type_: str) -> int:
-    """The bits of an operand of this type; of a predicate 1."""
+    """Return the bits of an operand of this type; 1 for a predicate."""
     c_type = C_TYPES[type_]
     return 1 if c_type == "bool" else int(c_type[1:])
 
 
 @dataclass(frozen=True)
 class Row:
-    """One instruction: `writes` and `reads` are types, `meaning` is an expression per result with %0, %1, ... for what
-    is read. A result that has a default may be left out."""
+    """An instruction: `writes` and `reads` are types, `meaning` has an expression per result, in which %0, %1, ... are
+    the operands read. A trailing result may be left out."""
 
     writes: tuple[str, ...]
     reads: tuple[str, ...]
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """Instructions that differ in their modifiers: a pattern of names, the error of their results, and a function from
+    """Instructions that differ only in modifiers: a pattern of names, the error of their results, and a function from
     the modifiers to a row."""
 
     pattern: str
@@ -59,7 +59,7 @@ class Family:
 
 
 def find(name: str) -> Row | None:
-    """The instruction of this name, if Loom knows it."""
+    """Return the instruction of this name, or None if Loom does not know it."""
     for family in FAMILIES:
         if family.names.fullmatch(name):
             return family.row(name.split("."))
@@ -78,7 +78,7 @@ def _flag(words: list[str], word: str) -> str:
 
 
 def _integer(template: str, count: int = 2) -> Callable[[list[str]], Row]:
-    """Arithmetic in the type that the name ends with, T."""
+    """Return arithmetic in T, the type that the name ends with."""
 
     def row(words: list[str]) -> Row:
         text = template.replace("T", C_TYPES[words[-1]])
@@ -107,7 +107,7 @@ def _extreme_integer(words: list[str]) -> Row:
 
 
 def _extreme_relu(words: list[str]) -> Row:
-    """min or max, and nothing below zero."""
+    """Return min or max, clamped at zero from below."""
     sign = "<" if words[0] == "min" else ">"
     choice = f"a {sign} b ? (a > 0 ? a : 0) : (b > 0 ? b : 0)"
     if words[-1] == "s32":
@@ -123,15 +123,15 @@ def _add_pairs(words: list[str]) -> Row:
 
 
 def _product(words: list[str]) -> Row:
-    """mul and mad, of which a part of the whole product is kept."""
-    kind, part, type_ = words
+    """Return mul or mad, which keep a part of the full product."""
+    kind, half, type_ = words
     c_type = C_TYPES[type_]
-    write = f"{type_[0]}{2 * width(type_)}" if part == "wide" else type_
+    write = f"{type_[0]}{2 * width(type_)}" if half == "wide" else type_
     text = {
         "lo": f"({c_type})(%0 * %1)",
         "hi": f"ptx::high_product<{c_type}>(%0, %1)",
-        "wide": f"({C_TYPES[write]})%0 * %1" if part == "wide" else "",
-    }[part]
+        "wide": f"({C_TYPES[write]})%0 * %1" if half == "wide" else "",
+    }[half]
     if kind == "mul":
         return _one(write, [type_] * 2, text)
     return _one(write, [type_, type_, write], f"({C_TYPES[write]})({text} + %2)")
@@ -143,7 +143,7 @@ def _shift(words: list[str]) -> Row:
 
 
 def _funnel(words: list[str]) -> Row:
-    left, wrap = ("true" if there else "false" for there in (words[1] == "l", words[2] == "wrap"))
+    left, wrap = ("true" if is_set else "false" for is_set in (words[1] == "l", words[2] == "wrap"))
     return _one("b32", ["b32", "b32", "u32"], f"ptx::funnel<{left}, {wrap}>(%0, %1, %2)")
 
 
@@ -186,8 +186,8 @@ def _dot_bytes(words: list[str]) -> Row:
 
 
 def _float(template: str, count: int) -> Callable[[list[str]], Row]:
-    """Arithmetic on {a}, {b}, {c} in the type that the name ends with: f32 and f64 as they are, f16 and bf16 in f32
-    and rounded once, pairs lane by lane."""
+    """Return arithmetic on {a}, {b}, {c} in the type that the name ends with: f32 and f64 natively, f16 and bf16 in
+    f32 and rounded once, pairs lane by lane."""
 
     def row(words: list[str]) -> Row:
         type_ = words[-1]
@@ -200,8 +200,8 @@ def _float(template: str, count: int) -> Callable[[list[str]], Row]:
             lane, (f"ptx::open<ptx::{lane}, {ftz}>(@)", f"ptx::close<ptx::{lane}, {ftz}, {sat}, {relu}>(@)")
         )
         names = "abc"[:count] if lane != type_ else [f"%{k}" for k in range(count)]
-        filled = {key: inner.replace("@", name) for key, name in zip("abc", names, strict=False)}
-        text = outer.replace("@", template.format(**filled))
+        operands = {key: inner.replace("@", name) for key, name in zip("abc", names, strict=False)}
+        text = outer.replace("@", template.format(**operands))
         if lane != type_:
             lane_type = C_TYPES[lane]
             parameters = ", ".join(f"{lane_type} {name}" for name in names)
@@ -213,7 +213,7 @@ def _float(template: str, count: int) -> Callable[[list[str]], Row]:
 
 
 def _mixed(words: list[str]) -> Row:
-    """An f32 from operands that are f16 or bf16, apart from the last, which is added to them."""
+    """Return f32 arithmetic on f16 or bf16 operands, except the last, an f32 that is added."""
     sat, half = _flag(words, "sat"), words[-1]
     factors = 2 if words[0] == "fma" else 1
     opened = [f"ptx::open<ptx::{half}, false>(%{k})" for k in range(factors)]
@@ -228,7 +228,7 @@ def _extreme(words: list[str]) -> Row:
 
 
 def _sign(words: list[str]) -> Row:
-    """neg and abs touch the sign alone, of a NaN too; with .ftz of what is flushed first."""
+    """Return neg or abs: they change only the sign, even of a NaN; .ftz flushes the operand first."""
     type_, ftz = words[-1], _flag(words, "ftz")
     lane = type_.removesuffix("x2")
     bits = width(lane)
@@ -266,7 +266,7 @@ _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
 
 def _compared(comparison: str, a: str, b: str, is_float: bool) -> str:
-    """Of floats `ne` and its like are false where one is NaN; `neu` and its like are true there."""
+    """Return a comparison. On floats, `ne` and its like are false if either is NaN; `neu` and its like are true."""
     if comparison in _UNSIGNED:
         return f"({a} {_UNSIGNED[comparison]} {b})"
     if comparison in ("num", "nan"):
@@ -280,8 +280,8 @@ def _compared(comparison: str, a: str, b: str, is_float: bool) -> str:
 
 
 def _set_predicate(words: list[str]) -> Row:
-    """Two predicates, the second the opposite; of a pair of numbers one for the low and one for the high of them. A
-    single f16 or bf16 has the first alone."""
+    """Return setp: two predicates, the second the opposite; for a packed pair, one for the low and one for the high
+    lane. A single f16 or bf16 has only the first."""
     comparison, type_, ftz = words[1], words[-1], _flag(words, "ftz")
     lane = type_.removesuffix("x2")
     joined = {"and": "&&", "or": "||", "xor": "!="}.get(words[2])
@@ -320,7 +320,7 @@ _MODES = {"rn": "ptx::NEAREST", "rz": "ptx::TOWARD_ZERO"}
 
 
 def _widened(type_: str, ftz: str = "false") -> str:
-    """%0 as f32, or as the f64 that it is."""
+    """Return %0 as f32, or unchanged if it is f64."""
     if type_ in ("f16", "bf16"):
         return f"ptx::open<ptx::{type_}, false>(%0)"
     return f"ptx::flush<{ftz}>(%0)" if type_ == "f32" else "%0"
@@ -347,7 +347,7 @@ def _from_integer(words: list[str]) -> Row:
 
 
 def _to_float(words: list[str]) -> Row:
-    """Between f16, bf16, f32 and f64, one rounding at most; or to a whole number of the same type."""
+    """Return a conversion between f16, bf16, f32 and f64, with at most one rounding, or to an integral value."""
     to, source = words[-2:]
     ftz, sat = _flag(words, "ftz"), _flag(words, "sat")
     text = _widened(source, ftz)
@@ -370,7 +370,7 @@ def _to_float(words: list[str]) -> Row:
 
 
 def _to_pair(words: list[str]) -> Row:
-    """Two small floats from two of f32, or from a pair of f16 or bf16; the first is the high one."""
+    """Return two small floats from two f32, or from a pair of f16 or bf16; the first is the high one."""
     to, source = words[-2:]
     format_, c_type = f"ptx::{to.removesuffix('x2')}", C_TYPES[to]
     if words[1] == "rs":
@@ -533,14 +533,14 @@ FAMILIES = (
     Family("cvt.rs{.relu}.satfinite.(e4m3x4|e5m2x4|e2m3x4|e3m2x4|e2m1x4).f32", EXACT, _to_four),
     Family("cvt.(rz|rp){.satfinite}.ue8m0x2.(f32|bf16x2)", EXACT, _to_exponents),
     Family("cvt.rn.bf16x2.ue8m0x2", EXACT, _from_exponents),
-    # what a program on a CPU need not wait for
+    # waits that a program on a CPU does not need
     Family("griddepcontrol.(wait|launch_dependents)", "does nothing", _nothing),
     Family("nanosleep.u32", "does nothing", _nothing),
 )  # fmt: skip
 
 
 def support_table() -> str:
-    """Markdown: the instructions, and how far their results are from the exact ones."""
+    """Return the Markdown table of the instructions and the error of their results."""
     rows = [f"| `{family.pattern}` | {family.error} |".replace("|", "\\|") for family in FAMILIES]
     rows = [re.sub(r"^\\\||(?<=`) \\\||\\\|$", lambda m: m[0].replace("\\", ""), row) for row in rows]
     return "\n".join(["| instruction | error |", "|---|---|", *rows])

@@ -1,13 +1,13 @@
-"""Decides which tile values are recomputed where they are needed and which get a buffer.
+"""Schedule of tile values: which are recomputed where they are needed, and which get a buffer.
 
 Every operation that consumes tiles (store, reduce, dot operand, scan, loop-carried value, ...) runs one loop
-nest. An elementwise value costs nothing until a nest asks for it; then it is computed for the chunk at hand.
-It gets a buffer only if it would otherwise be computed more than once and is dear enough, or if it is a load:
+nest. An elementwise value costs nothing until a nest needs it; then it is computed for the current chunk.
+It gets a buffer only if it would otherwise be computed more than once and is expensive enough, or if it is a load:
 a load is executed exactly once, and not moved past a write to memory. Broadcasts, ranges, splats and address
 arithmetic never get a buffer.
 
-A buffered value is written on the side ("tee") by the first nest that computes all of it, so that, say, a row
-is read from memory, kept, and summed in one loop. Reductions of one shape share a nest where they can.
+The first nest that computes all of a buffered value also writes it ("tee"), so that, say, a row is read from memory,
+stored, and summed in one loop. Reductions of one shape share a nest where possible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ir.ttir import Block, Function, Op, Tensor, Value, element_of, shape_of
 from .operations import ELEMENTWISE, IGNORED, SHAPES, predicate
 
 _WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call"}
-# On ranges and scalars these make offsets and masks, which are cheaper to compute again than to read back.
+# Operations that make offsets and masks of ranges and scalars, which are cheaper to recompute than to read back.
 _CHEAP_INDEX = {
     *("tt.make_range", "tt.splat", "arith.constant", "ub.poison"),
     *("tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans"),
@@ -26,8 +26,8 @@ _CHEAP_INDEX = {
     *(f"arith.{name}" for name in ("addi", "subi", "muli", "andi", "ori", "xori", "shli", "shrsi", "shrui")),
     *(f"arith.{name}" for name in ("extsi", "extui", "trunci")),
 }
-# Recomputing a value dearer than this (in vector adds) for a second time loses to a store and a load.
-_DEAR = 6.0
+# Recomputing a value that costs more than this (in vector adds) loses to a store and a load.
+_EXPENSIVE = 6.0
 _EVERY_ITERATION = 1000.0
 _MANY_ROWS = 32
 CHUNK = 16
@@ -35,7 +35,7 @@ CHUNK = 16
 
 @dataclass(eq=False)
 class Nest:
-    """One loop nest: the operation that runs it and, where it runs several, which of them."""
+    """A loop nest: the operation that runs it and, if that runs several, the slot."""
 
     op: Op
     slot: int
@@ -48,15 +48,15 @@ class Nest:
 
 @dataclass
 class Use:
-    """How a nest uses a value."""
+    """Use of a value by a nest."""
 
     factor: float = 0.0  # how often each element is computed
-    direct: bool = True  # computed at the nest's own index, so that the nest covers the value exactly
+    direct: bool = True  # computed at the nest's own index, so that the nest covers the value exactly once
 
 
 @dataclass
 class Plan:
-    """Which values get a buffer, and where each of them is computed."""
+    """The values that get a buffer, and the nest that computes each of them."""
 
     buffered: set[Value] = field(default_factory=set)
     tee: dict[Value, Nest] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class Plan:
     nests: dict[tuple[Op, int], Nest] = field(default_factory=dict)
     position: dict[Op, int] = field(default_factory=dict)
     siblings: dict[Op, list[Op]] = field(default_factory=dict)  # reductions that share a nest
-    # loads that a store fuses if their tiles and its own turn out to be the same, or apart, at run time
+    # loads that a store fuses if, at run time, their tiles and its own are identical or disjoint
     ask: dict[Nest, list[Value]] = field(default_factory=dict)
     reads_memory: set[Value] = field(default_factory=set)  # virtual values whose computation loads
 
     def key(self, op: Op, slot: int) -> tuple[Op, int]:
-        """Which nest an operand is consumed in: tiles of one shape that are assigned together share one."""
+        """Return the key of the nest that consumes an operand; tiles of one shape, assigned together, share a nest."""
         if op.name == "tt.reduce":
             return self.siblings[op][0], 0
         if op.name in ("scf.yield", "scf.condition", "scf.for", "scf.while"):
@@ -82,22 +82,22 @@ class Plan:
 
 
 def schedule(function: Function) -> Plan:
-    """The plan for one function."""
+    """Return the plan for one function."""
     return _Scheduler(function).run()
 
 
 def is_write(op: Op) -> bool:
-    """Whether an operation, or one inside of it, may write memory."""
+    """Return whether an operation, or one inside it, may write memory."""
     return any(inner.name in _WRITES for inner in op.walk())
 
 
 def tile_operands(op: Op) -> list[Value]:
-    """The operands of an operation that are tiles."""
+    """Return the operands of an operation that are tiles."""
     return [v for v in op.operands if isinstance(v.type, Tensor)]
 
 
 def is_virtual(value: Value) -> bool:
-    """Whether a value has no storage unless the plan gives it some."""
+    """Return whether a value has no storage unless the plan gives it a buffer."""
     op = value.producer
     return op is not None and (op.name in ELEMENTWISE or op.name in SHAPES or op.name == "tt.load")
 
@@ -120,7 +120,7 @@ class _Scheduler:
 
     def run(self) -> Plan:
         self.group_reductions()
-        # Users come after what they use, so one walk backwards meets every value with all its uses known.
+        # Users come after what they use, so one backward walk visits every value after all its uses.
         for op in reversed(self.ops):
             for value in op.results:
                 if isinstance(value.type, Tensor):
@@ -183,7 +183,7 @@ class _Scheduler:
         return self.plan.nests[key]
 
     def group_reductions(self) -> None:
-        """Reductions of one shape run in one nest if the later ones need nothing computed since."""
+        """Group reductions of one shape into one nest if the later ones need nothing that is computed in between."""
         open_: dict[Block | None, Op] = {}
         for op in self.ops:
             if is_write(op) or op.name.startswith(("scf.", "cf.")):
@@ -191,24 +191,32 @@ class _Scheduler:
             if op.name != "tt.reduce":
                 continue
             leader = open_.get(op.block)
-            if leader and self.same_loops(leader, op) and all(self.known_at(leader, v) for v in op.operands):
+            if (
+                leader
+                and self.same_loops(leader, op)
+                and all(self.computable_at(leader, v) for v in op.operands)
+            ):
                 self.plan.siblings[op] = self.plan.siblings[leader]
                 self.plan.siblings[leader].append(op)
             else:
                 open_[op.block] = op
                 self.plan.siblings[op] = [op]
 
-    def same_loops(self, one: Op, other: Op) -> bool:
-        shapes = {shape_of(v.type) for v in (*one.operands, *other.operands)}
-        return len(shapes) == 1 and one.attrs["axis"] == other.attrs["axis"]
+    def same_loops(self, first: Op, other: Op) -> bool:
+        shapes = {shape_of(v.type) for v in (*first.operands, *other.operands)}
+        return len(shapes) == 1 and first.attrs["axis"] == other.attrs["axis"]
 
-    def known_at(self, here: Op, value: Value) -> bool:
-        """Whether a tile can be computed at an earlier operation of its block."""
+    def computable_at(self, earlier: Op, value: Value) -> bool:
+        """Return whether a tile can be computed at an earlier operation of its block."""
         todo, seen = [value], {value}
         while todo:
             value = todo.pop()
             op = value.producer
-            if op is None or self.plan.position[op] < self.plan.position[here] or op.name == "arith.constant":
+            if (
+                op is None
+                or self.plan.position[op] < self.plan.position[earlier]
+                or op.name == "arith.constant"
+            ):
                 continue
             if not isinstance(value.type, Tensor) or not is_virtual(value):
                 return False
@@ -224,33 +232,33 @@ class _Scheduler:
         uses = self.plan.uses.get(value, {})
         if not uses or not is_virtual(value):
             return
-        wanted = value in self.must
+        buffer = value in self.must
         hazard = False
-        if not wanted and not self.free(value):
+        if not buffer and not self.free(value):
             total = sum(_EVERY_ITERATION if n.block is not op.block else u.factor for n, u in uses.items())
             if op.name == "tt.load":
-                wanted = total > 1 or self.crosses_write(op, uses)
+                buffer = total > 1 or self.crosses_write(op, uses)
             elif op.name in ELEMENTWISE or op.name == "tt.gather":
-                wanted = (total - 1) * self.cost(value) >= _DEAR
+                buffer = (total - 1) * self.cost(value) >= _EXPENSIVE
             elif op.name == "tt.trans":
-                wanted = turns(op) and any(n.op.name in ("tt.store", "tt.reduce") for n in uses)
+                buffer = turns(op) and any(n.op.name in ("tt.store", "tt.reduce") for n in uses)
         if op.name == "tt.load":
             overlaps = {n: _overlap(op, n.op) for n in uses if n.op.name == "tt.store"}
-            wanted = wanted or "possibly" in overlaps.values()
+            buffer = buffer or "possibly" in overlaps.values()
             hazard = any(o != "never" for o in overlaps.values())
-            if not wanted:
+            if not buffer:
                 for nest, overlap in overlaps.items():
                     if overlap == "ask":
                         self.plan.ask.setdefault(nest, []).append(value)
-        if not wanted:
+        if not buffer:
             return
         self.plan.buffered.add(value)
         first = min(uses, key=lambda n: n.position)
         write = self.next_write(op) if value in self.plan.reads_memory else None
-        whole = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
-        whole = whole and op.name != "tt.trans" and not self.jumps_from_row_to_row(value, first)
+        complete = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
+        complete = complete and op.name != "tt.trans" and not self.jumps_from_row_to_row(value, first)
         in_time = write is None or first.position <= write
-        if whole and first.block is op.block and in_time and not hazard:
+        if complete and first.block is op.block and in_time and not hazard:
             self.plan.tee[value] = first
             self.fills[value] = first
         else:
@@ -258,14 +266,14 @@ class _Scheduler:
             self.fills[value] = Nest(op, -1, position, op.block)
 
     def jumps_from_row_to_row(self, value: Value, nest: Nest) -> bool:
-        """Whether a nest would read memory down many rows, a chunk of each, which no processor foresees."""
+        """Return whether a nest would read memory down many rows, a chunk of each, which no processor predicts."""
         if nest.op.name != "tt.reduce" or value not in self.plan.reads_memory:
             return False
         shape, axis = shape_of(nest.op.operands[0].type), nest.op.attrs["axis"]
         return bool(axis != lane_dimension(shape) and shape[axis] >= _MANY_ROWS)
 
     def next_write(self, op: Op) -> int | None:
-        """The position of the first operation after this one, in its block, that may write memory."""
+        """Return the position of the next operation in the block that may write memory; None if there is none."""
         return next((w for w in self.writes.get(op.block, []) if w > self.plan.position[op]), None)
 
     def crosses_write(self, load: Op, uses: dict[Nest, Use]) -> bool:
@@ -273,7 +281,7 @@ class _Scheduler:
         return write is not None and any(n.position > write for n in uses)
 
     def free(self, value: Value) -> bool:
-        """Index and mask arithmetic on ranges and scalars: cheaper to redo than to read back."""
+        """Return whether a value is index or mask arithmetic on ranges and scalars, cheaper to redo than to read."""
         if not isinstance(value.type, Tensor):
             return True
         if value not in self.free_memo:
@@ -305,7 +313,7 @@ class _Scheduler:
 
 
 def _nest_per_operand(op: Op) -> bool:
-    """Operations whose tile operands are each written out by a loop nest of their own."""
+    """Return whether each tile operand of the operation is written by a loop nest of its own."""
     return op.name in (
         "tt.dot", "tt.dot_scaled", "tt.cat", "tt.histogram", "scf.for", "scf.while", "scf.yield",
         "scf.condition", "tt.return", "tt.call", "tt.print", "cf.br", "cf.cond_br", "tt.map_elementwise",
@@ -318,34 +326,34 @@ def _nests_with_partial_order(op: Op) -> bool:
 
 
 def _chunk_friendly(op: Op) -> bool:
-    """Whether every chunk of a reshape's result lies within one row of its operand."""
+    """Return whether every chunk of a reshape's result lies within one row of its operand."""
     source, result = shape_of(op.operands[0].type), shape_of(op.result.type)
     lanes = min(lane_extent(result), CHUNK)
     return lane_extent(source) >= lanes
 
 
 def turns(op: Op) -> bool:
-    """Whether a transposition exchanges the last two dimensions, in blocks of 16 by 16."""
+    """Return whether a transposition exchanges the last two dimensions and each has room for 16 x 16 blocks."""
     shape, order = shape_of(op.result.type), list(op.attrs["order"])
     rank = len(shape)
     return order == [*range(rank - 2), rank - 1, rank - 2] and min(shape[-2:]) >= CHUNK
 
 
 def lane_dimension(shape: tuple[int, ...]) -> int:
-    """The dimension that chunks run along: the last one that has more than one element."""
+    """Return the dimension that chunks run along: the last one that has more than one element."""
     return max((d for d, extent in enumerate(shape) if extent > 1), default=len(shape) - 1)
 
 
 def lane_extent(shape: tuple[int, ...]) -> int:
-    """How many elements a shape has along the dimension that chunks run along."""
+    """Return the extent of the dimension that chunks run along."""
     return shape[lane_dimension(shape)] if shape else 1
 
 
 def _broadcast_factor(op: Op) -> float:
-    """How many times a nest over the result computes one element of the operand.
+    """Return how many times a nest over the result computes one element of the operand.
 
-    A value that does not vary along the inner loops is computed outside of them, so only broadcasts along a
-    dimension with a varying one inside it count.
+    A value that does not vary along the inner loops is computed outside them, so a broadcast dimension counts only
+    if the operand varies along a dimension inside it.
     """
     if op.name == "tt.broadcast":
         source, result = shape_of(op.operands[0].type), shape_of(op.result.type)
@@ -361,11 +369,11 @@ def _broadcast_factor(op: Op) -> float:
 
 # ---- may a load be fused into a store? -------------------------------------------------------------------
 
-Stride = object  # 0, an int, a hashable description of a runtime stride, or None where there is none
+Stride = object  # 0, an int, a hashable description of a runtime stride, or None if the spacing is not equal
 
 
 def strides(value: Value, memo: dict[Value, tuple[Stride, ...]] | None = None) -> tuple[Stride, ...]:
-    """Per dimension, by how much neighbouring elements of an integer or pointer tile differ."""
+    """Return, per dimension, the difference of neighboring elements of an integer or pointer tile."""
     memo = {} if memo is None else memo
     if value not in memo:
         memo[value] = _strides(value, memo)
@@ -375,9 +383,9 @@ def strides(value: Value, memo: dict[Value, tuple[Stride, ...]] | None = None) -
 def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Stride, ...]:
     shape = shape_of(value.type)
     op = value.producer
-    nothing: tuple[Stride, ...] = tuple(0 if extent == 1 else None for extent in shape)
+    unknown: tuple[Stride, ...] = tuple(0 if extent == 1 else None for extent in shape)
     if op is None:
-        return nothing
+        return unknown
     if op.name in ("tt.splat", "arith.constant"):
         return (0,) * len(shape)
     if op.name == "tt.make_range":
@@ -400,16 +408,16 @@ def _strides(value: Value, memo: dict[Value, tuple[Stride, ...]]) -> tuple[Strid
         return tuple(_plus(a, b) for a, b in zip(left, right, strict=True))
     if op.name == "arith.muli":
         for tile, factor in (op.operands, op.operands[::-1]):
-            by = factor.producer
-            if by and by.name == "tt.splat":
-                return tuple(_times(s, by.operands[0]) for s in strides(tile, memo))
-            if by and by.name == "arith.constant" and isinstance(by.attrs["value"], int):
-                return tuple(_times(s, by.attrs["value"]) for s in strides(tile, memo))
-    return nothing
+            producer = factor.producer
+            if producer and producer.name == "tt.splat":
+                return tuple(_times(s, producer.operands[0]) for s in strides(tile, memo))
+            if producer and producer.name == "arith.constant" and isinstance(producer.attrs["value"], int):
+                return tuple(_times(s, producer.attrs["value"]) for s in strides(tile, memo))
+    return unknown
 
 
 def holds_up_to(mask: Value, dim: int) -> bool:
-    """Whether a mask is seen to hold for the first elements along a dimension, and not beyond (or for all, or none)."""
+    """Return whether a mask provably holds for a prefix of the elements along a dimension (perhaps all, or none)."""
     op, shape = mask.producer, shape_of(mask.type)
     if op is None or shape[dim] == 1:
         return shape[dim] == 1
@@ -429,7 +437,7 @@ def holds_up_to(mask: Value, dim: int) -> bool:
 
 
 def contiguous_dim(source: Value, dims: tuple[int | None, ...]) -> int | None:
-    """Of the dimensions that a load or stored tile is read along, the one with neighbours in memory."""
+    """Return, of the dimensions that a load or stored tile is read along, the one that is contiguous in memory."""
     if source.producer and source.producer.name == "tt.load":
         steps = strides(source.producer.operands[0])
         return next((d for d, step in zip(dims, steps, strict=True) if step == 1), None)
@@ -453,7 +461,7 @@ def _times(a: Stride, factor: Value | int) -> Stride:
 
 
 def _base(value: Value) -> Value | None:
-    """The scalar pointer that a pointer tile is made from."""
+    """Return the scalar pointer that a pointer tile is computed from."""
     while isinstance(value.type, Tensor):
         op = value.producer
         if op is None or op.name not in (
@@ -471,11 +479,11 @@ def _base(value: Value) -> Value | None:
 
 
 def _overlap(load: Op, store: Op) -> str:
-    """Whether storing one chunk may change what a later chunk of the same nest still has to load.
+    """Classify whether storing one chunk may change what a later chunk of the same nest still has to load.
 
     "never"      the same addresses: element for element in place
-    "ask"        two pointers with equally spaced tiles, which may be views of one tensor: a comparison of the
-                 addresses at run time tells whether they are the same, apart, or overlap
+    "ask"        two pointers with equally spaced tiles, which may be views of one tensor: comparing the addresses
+                 at run time tells whether they are identical, disjoint, or overlap
     "possibly"   anything else: everything is loaded before anything is stored
     """
     source, target = load.operands[0], store.operands[0]

@@ -1,4 +1,4 @@
-"""The operations on tiles: each runs its loop nest where it stands."""
+"""Emission of operations on tiles: each runs its loop nest in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schedule import lane_dimension
 
 
 class FunctionEmitter(ControlFlow):
-    """The emitter of one C++ function, operations on tiles included."""
+    """Emitter of one C++ function, operations on tiles included."""
 
     # -- memory --
 
@@ -35,18 +35,18 @@ class FunctionEmitter(ControlFlow):
     def on_tt_store(self, op: Op) -> None:
         self.comment(op)
         home = self.plan.nest(op)
-        asked = self.plan.ask.get(home, []) if home else []
-        # what is computed in one of two branches only can't be kept for later
-        self.prepare(op.operands, None if asked else home)
-        if not asked:
+        unproven_loads = self.plan.ask.get(home, []) if home else []
+        # a value that only one of two branches computes can't be stored for later
+        self.prepare(op.operands, None if unproven_loads else home)
+        if not unproven_loads:
             self.store_tile(op)
             return
-        apart = self.unit.unique("apart")
-        self.lines += [f"bool {apart} = true;", *self.compare_addresses(op, asked, apart)]
-        self.lines.append(f"if ({apart}) {{")
+        disjoint = self.unit.unique("apart")
+        self.lines += [f"bool {disjoint} = true;", *self.compare_addresses(op, unproven_loads, disjoint)]
+        self.lines.append(f"if ({disjoint}) {{")
         self.store_tile(op)
         self.lines.append("} else {  // overlapping views of one tensor: all is loaded before any is stored")
-        for value in asked:
+        for value in unproven_loads:
             self.plan.buffered.add(value)
             self.fill(value)
         self.store_tile(op)
@@ -57,8 +57,8 @@ class FunctionEmitter(ControlFlow):
         nest.store(op)
         self.run_nest(nest)
 
-    def compare_addresses(self, store: Op, loads: list[Value], apart: str) -> list[str]:
-        """Clears `apart` unless the tile of each load is exactly where the store's is, or clear of it."""
+    def compare_addresses(self, store: Op, loads: list[Value], disjoint: str) -> list[str]:
+        """Return statements that clear `disjoint` unless each load's tile is identical to the store's or disjoint."""
         shape = shape_of(store.operands[0].type)
         corners: list[Index] = [
             tuple(constant_index(0) for _ in shape),
@@ -70,11 +70,11 @@ class FunctionEmitter(ControlFlow):
         def addresses(pointer: Value) -> list[str]:
             return [self.accesses.bare(pointer, nest.eval(pointer, corner).expr) for corner in corners]
 
-        ends = addresses(store.operands[0])
+        store_ends = addresses(store.operands[0])
         for value in loads:
             assert value.producer
-            mine = addresses(value.producer.operands[0])
-            nest.do(f"{apart} &= same_or_apart({', '.join(mine + ends)});", 0)
+            load_ends = addresses(value.producer.operands[0])
+            nest.do(f"{disjoint} &= same_or_apart({', '.join(load_ends + store_ends)});", 0)
         return nest.render()
 
     def on_tt_atomic_rmw(self, op: Op) -> None:
@@ -92,7 +92,7 @@ class FunctionEmitter(ControlFlow):
         self.atomic(op, f"atomic_cas<{c_type(element_of(op.result.type))}>({{0}}, {{1}}, {{2}})")
 
     def atomic(self, op: Op, template: str) -> None:
-        """One element after another, an indivisible update each; 0 where the mask is off."""
+        """Write one atomic update per element, in order; the result is 0 where the mask is off."""
         self.comment(op)
         self.prepare(op.operands, self.plan.nest(op))
         self.lines += self.accesses.begin_atomic()
@@ -147,15 +147,15 @@ class FunctionEmitter(ControlFlow):
                 text = widen(element.name, text)
                 if not element.is_float and not is_signed and element != I1:
                     text = f"(u{element.bits}){text}"
-            place = ", ".join([*(i.expr for i in nest.index), "0"])  # C++ has no empty arrays
+            index = ", ".join([*(i.expr for i in nest.index), "0"])  # C++ has no empty arrays
             hexadecimal = "true" if op.attrs.get("hex") else "false"
-            nest.do(f"print_value(p, {prefix}, {{{place}}}, {text}, {hexadecimal});", nest.depth)
+            nest.do(f"print_value(p, {prefix}, {{{index}}}, {text}, {hexadecimal});", nest.depth)
             self.run_nest(nest)
 
     # -- reductions and scans --
 
     def combiner(self, ops: list[Op]) -> str:
-        """The combining regions as one C++ struct template: what reductions or a scan carry in W lanes."""
+        """Define the combining regions as one C++ struct template, the state of reductions or a scan in W lanes."""
         name = self.unit.unique("combine")
         names: dict[Value, str] = {}
         fields: list[str] = []
@@ -196,7 +196,7 @@ class FunctionEmitter(ControlFlow):
         return name
 
     def on_tt_reduce(self, op: Op) -> None:
-        """Chunks are combined lane by lane, then the lanes; reductions of one shape share a nest."""
+        """Combine chunks lane by lane, then the lanes; reductions of one shape share a nest."""
         ops = self.plan.siblings[op]
         if op is not ops[0]:
             return  # done with the first of them
@@ -229,7 +229,7 @@ class FunctionEmitter(ControlFlow):
         self.run_nest(nest, body)
 
     def keep(self, nest: LoopNest, index: Index, result: Value, text: str) -> None:
-        """result[index] = text, in the innermost loop."""
+        """Write result[index] = text, in the innermost loop."""
         if not isinstance(result.type, Tensor):
             nest.do(f"{self.variable(result)} = {text};", nest.depth)
             return
@@ -276,26 +276,30 @@ class FunctionEmitter(ControlFlow):
         if self.unit.hardware_dot and _fits_hardware(op):
             work = BF16
         left = self.stored(a, self.plan.nest(op, 0), work)
-        turned = self.stored_turned(b) if work == BF16 or (work == I8 and _fits_words(b)) else None
-        right = turned or self.stored(b, self.plan.nest(op, 1), work)
-        self.multiply(op, left, right, accumulate, turned is not None)
+        transposed = self.stored_transposed(b) if work == BF16 or (work == I8 and _fits_words(b)) else None
+        right = transposed or self.stored(b, self.plan.nest(op, 1), work)
+        self.multiply(op, left, right, accumulate, transposed is not None)
 
-    def multiply(self, op: Op, left: Buffer, right: Buffer, accumulate: Scalar, turned: bool = False) -> None:
-        """result = c + left x right, accumulated in place; a narrower result is rounded once, at the end.
+    def multiply(
+        self, op: Op, left: Buffer, right: Buffer, accumulate: Scalar, transposed: bool = False
+    ) -> None:
+        """Write result = c + left x right, accumulated in place; a narrower result is rounded once, at the end.
 
-        `turned`: right is [.., N, K].
+        `transposed`: right is [.., N, K].
         """
         c = op.operands[2]
         target, out = self.buffer_for(op.result), element_of(op.result.type)
-        into = target if out == accumulate else self.new_buffer(op.result.name, accumulate, target.shape)
-        if into is not target or self.aliases.get(target, target) is not self.buffers.get(c):
-            self.write_to([(into, c)], self.plan.nest(op, 2))
+        acc = target if out == accumulate else self.new_buffer(op.result.name, accumulate, target.shape)
+        if acc is not target or self.aliases.get(target, target) is not self.buffers.get(c):
+            self.write_to([(acc, c)], self.plan.nest(op, 2))
         *batch, m, n = target.shape
         k = left.shape[-1]
         name = "dot_i8<" if left.element == I8 else "dot_bf16<" if left.element == BF16 else "dot<"
-        kernel = name + f"{c_type(accumulate)}, " * (name == "dot<") + f"{m}, {n}, {k}{', true' * turned}>"
+        kernel = (
+            name + f"{c_type(accumulate)}, " * (name == "dot<") + f"{m}, {n}, {k}{', true' * transposed}>"
+        )
         tiles = [self.processor_tiles()] if name != "dot<" else []
-        names = [left.name, right.name, into.name]
+        names = [left.name, right.name, acc.name]
         if batch:
             self.lines.append(f"for (i32 batch = 0; batch < {batch[0]}; ++batch)")
             names = [
@@ -303,17 +307,17 @@ class FunctionEmitter(ControlFlow):
             ]
         self.lines.append(f"{kernel}({', '.join(tiles + names)});")
         self.lines += self.accesses.multiply_adds(prod(batch) * m * n * k)
-        if into is not target:
+        if acc is not target:
             assert isinstance(out, Scalar)
             nest = LoopNest(self, target.shape, values=[])
             linear = nest.linear(nest.index, target.shape)
-            wide = nest.read(into, linear, "wide")
+            wide = nest.read(acc, linear, "wide")
             nest.write(target, linear, wide, narrow(out.name, nest.vec(wide)))
             self.run_nest(nest)
         target.filled = True
 
     def processor_tiles(self) -> str:
-        """The processor's tile registers, held by this function from its first dot on them to its end."""
+        """Return the processor's tile registers, which this function holds from its first dot on them to its end."""
         if (declaration := "Tiles tiles;") not in self.declarations:
             self.declarations.append(declaration)
         return "tiles"
@@ -326,9 +330,9 @@ class FunctionEmitter(ControlFlow):
         self.multiply(op, left, right, F32)
 
     def dequantized(self, op: Op, side: str, value: Value) -> Buffer:
-        """An operand of dot_scaled as fp32: decoded, unpacked, times its scale per group along K.
+        """Return an operand of dot_scaled as fp32: decoded, unpacked, times its scale per group along K.
 
-        lhs is [.., M, K] and rhs [.., K, N]; e2m1 packs two neighbours along K (or, by attribute, along the
+        lhs is [.., M, K] and rhs [.., K, N]; e2m1 packs two neighbors along K (or, by attribute, along the
         other dimension) into a byte, the first in the low half. Scales are [.., M, K / group] and
         [.., N, K / group].
         """
@@ -348,7 +352,7 @@ class FunctionEmitter(ControlFlow):
             raise Unsupported(op, f"operands of kind {kind}")
         wide = self.new_buffer(f"{value.name}_f32", F32, (*batch, rows, columns))
         code = "u16" if kind in ("bf16", "fp16") else "u8"
-        places = [
+        pointers = [
             f"{wide.name} + batch * {rows * columns}",
             f"(const {code} *){raw.name} + batch * {prod(raw.shape[-2:])}",
         ]
@@ -357,13 +361,13 @@ class FunctionEmitter(ControlFlow):
         if scale is not None:
             function = "decode_rows" if k_last else "decode_columns"
             extents.append((columns if k_last else rows) // scale.shape[-1])
-            places.append(f"(const u8 *){scale.name} + batch * {prod(scale.shape[-2:])}")
+            pointers.append(f"(const u8 *){scale.name} + batch * {prod(scale.shape[-2:])}")
             conversions.append(f"f32_from_{'e4m3' if str(scale.element) == 'f8E4M3FN' else 'e8m0'}")
         lambdas = [f"[](auto x) LOOM_LAMBDA {{ return {name}(x); }}" for name in conversions]
         self.lines += [
             f"for (i32 batch = 0; batch < {prod(batch)}; ++batch)",
             f"loom_scaled::{function}<{', '.join(map(str, extents))}, loom_scaled::{packing}>("
-            f"{', '.join(places + lambdas)});",
+            f"{', '.join(pointers + lambdas)});",
         ]
         wide.filled = True
         return wide
@@ -371,7 +375,7 @@ class FunctionEmitter(ControlFlow):
     # -- the rest --
 
     def on_loom_bitonic(self, op: Op) -> None:
-        """The operand is copied, and the copy sorted in place by include/sort.h."""
+        """Copy the operand, and sort the copy in place by include/sort.h."""
         self.comment(op)
         (source,) = op.operands
         target, element = self.buffer_for(op.result), element_of(source.type)
@@ -420,17 +424,17 @@ class FunctionEmitter(ControlFlow):
         if target.element == I1:
             sides = [f"convert<{type_}>({x})" if nest.lanes > 1 else f"(i8)-(i8){x}" for x in sides]
         linear = nest.linear(nest.index, nest.shape)
-        place = f"({stored} *){target.name} + 2 * ({linear.expr})"
-        nest.do(f"store_interleaved<{type_}>({place}, {', '.join(sides)});", nest.depth)
+        pointer = f"({stored} *){target.name} + 2 * ({linear.expr})"
+        nest.do(f"store_interleaved<{type_}>({pointer}, {', '.join(sides)});", nest.depth)
         self.run_nest(nest)
         target.filled = True
 
     def on_tt_cat(self, op: Op) -> None:
         target = self.buffer_for(op.result)
         for half, value in enumerate(op.operands):
-            place = f"({target.name} + {half * target.size // 2})"
+            pointer = f"({target.name} + {half * target.size // 2})"
             self.write_to(
-                [(Buffer(place, target.element, shape_of(value.type)), value)], self.plan.nest(op, half)
+                [(Buffer(pointer, target.element, shape_of(value.type)), value)], self.plan.nest(op, half)
             )
         target.filled = True
 
@@ -460,7 +464,7 @@ class FunctionEmitter(ControlFlow):
         pack = op.attrs.get("packed_element", 1)
         if not isinstance(op.result.type, Tensor):
             if pack > 1:
-                raise Unsupported(op, f"a scalar has one element, not the {pack} of pack")
+                raise Unsupported(op, f"a scalar has one element, but pack is {pack}")
             outputs = [f"&{self.variable(result)}" for result in op.results]
             inputs = [self.unit.unique("passed") for _ in op.operands]
             self.lines += [
@@ -476,7 +480,7 @@ class FunctionEmitter(ControlFlow):
         sources = [self.stored(v).name for v in op.operands]
         targets = [self.buffer_for(r) for r in op.results]
         if targets[0].size % pack:
-            raise Unsupported(op, f"a tile of {targets[0].size} elements is no multiple of pack, {pack}")
+            raise Unsupported(op, f"a tile of {targets[0].size} elements is not a multiple of pack, {pack}")
         passed = [*sources, *(t.name for t in targets), str(targets[0].size)]
         self.lines.append(f"{name}({', '.join(passed)});")
         for target in targets:
@@ -484,20 +488,20 @@ class FunctionEmitter(ControlFlow):
 
 
 def _fits_hardware(op: Op) -> bool:
-    """bf16 x bf16 -> f32 with enough rows and columns for a tile of the processor (see include/dot.h)."""
+    """Return whether a dot is bf16 x bf16 -> f32 and fills a tile of the processor (see include/dot.h)."""
     elements = tuple(element_of(v.type) for v in (*op.operands[:2], op.result))
     *_, m, n = shape_of(op.result.type)
     return elements == (BF16, BF16, F32) and m >= 16 and n >= 16 and shape_of(op.operands[0].type)[-1] >= 32
 
 
 def _fits_words(right: Value) -> bool:
-    """Whether an operand of [.., K, N] bytes can be taken as [.., N, K], by 16 words of four (see include/dot.h)."""
+    """Return whether an operand of [.., K, N] bytes can be read as [.., N, K], by 16 words of four (include/dot.h)."""
     *_, k, n = shape_of(right.type)
     return n >= 16 and k >= 64
 
 
 def _lane_value(value: Value, names: dict[Value, str]) -> str:
-    """An operand inside a combining region, as W lanes."""
+    """Return an operand inside a combining region, as W lanes."""
     if value in names:
         return names[value]
     op = value.producer
@@ -520,7 +524,7 @@ def _lane_code(op: Op, names: dict[Value, str]) -> list[str]:
     return [f"const {c_type(element_of(op.result.type), 'W')} {names[op.result]} = {text};"]
 
 
-# The names that dot_scaled has for number types, and those of casts.h.
+# dot_scaled's names of element formats, and their names in casts.h.
 _SCALED_KINDS = {"e4m3": "e4m3", "e5m2": "e5m2", "e2m1": "e2m1", "bf16": "bf16", "fp16": "f16"}
 
 # The new value of an atomic update, from `old` and the operand `@`; U casts to unsigned.
@@ -539,7 +543,7 @@ _ATOMICS = {
 
 
 def widened(element: Scalar, update: str) -> str:
-    """An atomic update on a type that C++ lacks goes through f32, with one rounding."""
+    """Return an atomic update; on a type that C++ lacks it goes through f32, with one rounding."""
     if element.is_float and update != "@":
         return narrow(
             element.name,

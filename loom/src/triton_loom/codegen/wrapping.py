@@ -1,7 +1,7 @@
-"""Integer arithmetic of a loop nest that wraps around: what the sanitizer reports of it, and what ends a launch.
+"""Wraparound in a loop nest's integer arithmetic: reports for the sanitizer, and errors that end a launch.
 
-Offsets and masks are evaluated as if integers were unbounded. Where a machine's integers would wrap, an access that
-uses the result says in which lanes that matters.
+Offsets and masks are evaluated as if integers were unbounded. Where a machine's integers would wrap, the access that
+uses the result determines in which lanes that matters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .schedule import is_virtual
 
 @dataclass(eq=False)
 class Watch:
-    """Arithmetic of a nest whose results may be none of their type: a variable says in which lanes."""
+    """Arithmetic of a nest whose results may not fit their type: a variable says in which lanes."""
 
     op: Op
     name: str
@@ -33,7 +33,7 @@ class Watch:
 
 
 class Wrapping:
-    """The part of a loop nest that knows where its arithmetic wraps around."""
+    """Part of a loop nest that detects where its arithmetic wraps around."""
 
     accesses: Accesses
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Wrapping:
         self.refused: set[tuple[Value, str]] = set()
 
     @abstractmethod
-    def name(self, wanted: str) -> str: ...
+    def name(self, stem: str) -> str: ...
     @abstractmethod
     def do(self, statement: str, level: int) -> None: ...
     @abstractmethod
@@ -57,9 +57,9 @@ class Wrapping:
     def eval(self, value: Value, index: Index) -> Form: ...
 
     def watch(self, op: Op, forms: list[Form], level: int, integer: Integer) -> None:
-        """Have the exact results of an offset's arithmetic checked; of equally spaced lanes the first and the last.
+        """Check the exact results of an offset's arithmetic; if lanes are equally spaced, only the first and the last.
 
-        An access that uses it says which lanes matter (`settle`); of what goes elsewhere, all do."""
+        An access that uses it says which lanes matter (`settle`); for any other use, all lanes do."""
         type_ = f"{integer.bits}, {str(integer.signed).lower()}"
         uniform = all(f.kind == "uniform" for f in forms)
         if uniform or all(f.kind in ("uniform", "affine") for f in forms):
@@ -80,14 +80,14 @@ class Wrapping:
         self.do(watch.placeholder, level)
 
     def settle(self, op: Op, mask: str | None, index: Index, level: int) -> None:
-        """Report what wraps around in the address or in the mask of an access, in the lanes where that matters: those
-        that are on, and of a mask also those that nothing else turns off."""
+        """Report wraparound in the address or in the mask of an access, in the lanes where it matters: for the address
+        the active lanes, for a part of the mask the lanes that no other part turns off."""
         if not self.watches:
             return
         for watch in self.watches_in(op.operands[0]):
             self.report(watch, mask, level)
-        given = mask_of(op)
-        parts = conjuncts(given) if mask is not None and given is not None else []
+        mask_value = mask_of(op)
+        parts = conjuncts(mask_value) if mask is not None and mask_value is not None else []
         for part in parts:
             for watch in self.watches_in(part):
                 others = [other for other in parts if watch not in self.watches_in(other)]
@@ -102,37 +102,37 @@ class Wrapping:
         self.do(f"if (__builtin_expect({watch.name} != 0, 0)) {call}", level)
 
     def watches_in(self, value: Value) -> list[Watch]:
-        """The watched arithmetic of this nest that a value is made of."""
+        """Return the watched arithmetic of this nest that a value is computed from."""
         seen: set[Value] = set()
         todo = [value]
         while todo:
-            here = todo.pop()
-            if here not in seen and here.producer is not None and is_virtual(here):
-                seen.add(here)
-                todo += here.producer.operands
+            current = todo.pop()
+            if current not in seen and current.producer is not None and is_virtual(current):
+                seen.add(current)
+                todo += current.producer.operands
         return [watch for watch in self.watches if watch.op.result in seen]
 
     def settled(self, lines: list[str]) -> list[str]:
-        """The nest's lines, with reports where no access has settled what arithmetic is for."""
-        kept = [watch for value in self.teed for watch in self.watches_in(value)]
+        """Return the nest's lines, with reports of the arithmetic that no access has settled."""
+        teed = [watch for value in self.teed for watch in self.watches_in(value)]
         reports = {
             watch.placeholder: []
-            if watch.settled and watch not in kept
+            if watch.settled and watch not in teed
             else [f"if ({watch.name}) {self.accesses.overflow(watch.op, watch.exact, watch.name)}"]
             for watch in self.watches
         }
         return [line for text in lines for line in reports.get(text, [text])]
 
     def refuse_wrapping(self, op: Op, value: Value, index: Index) -> None:
-        """End the launch if 32-bit integers that a mask compares wrap around inside of a chunk: they are taken to count
-        up. A row that begins at a multiple of the chunk's lanes wraps between two chunks, which is right."""
+        """End the launch if 32-bit integers that a mask compares wrap around inside a chunk, where they are assumed to
+        count up. A row that begins at a multiple of the chunk's lanes wraps between two chunks, which is right."""
         if (variable := self.variables.get(self.lane_dim)) is None:
             return
         first = tuple(constant_index(0) if form.expr == variable else form for form in index)
-        whole = all(form.kind == "uniform" for form in first)
+        whole_row = all(form.kind == "uniform" for form in first)
         for narrow in narrow_sources(value):
-            start = self.eval(narrow, first if whole else index)
-            lanes = self.shape[self.lane_dim] if whole else self.lanes
+            start = self.eval(narrow, first if whole_row else index)
+            lanes = self.shape[self.lane_dim] if whole_row else self.lanes
             if start.expr.lstrip("-").isdigit() or (narrow, start.expr) in self.refused:
                 continue
             self.refused.add((narrow, start.expr))
@@ -144,7 +144,7 @@ class Wrapping:
 
 
 def conjuncts(mask: Value) -> list[Value]:
-    """The masks that all have to hold for this one to."""
+    """Return the masks whose conjunction this one is."""
     op = mask.producer
     if op is None or op.name != "arith.andi":
         return [mask]
@@ -152,7 +152,7 @@ def conjuncts(mask: Value) -> list[Value]:
 
 
 def narrow_sources(value: Value) -> list[Value]:
-    """The 32-bit integers that an integer is made of: itself, or what was widened to become it."""
+    """Return the 32-bit integers that an integer is computed from: itself, or the operands of a widening."""
     op = value.producer
     if element_of(value.type) == I32:
         return [value]

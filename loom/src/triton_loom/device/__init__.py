@@ -1,2 +1,2 @@
-"""The CPU as a device: `toolchain` builds and loads kernels, `storage` keeps them, `arguments` lays out what they are
-given, `launcher` runs them."""
+"""The CPU as a device: `toolchain` builds and loads kernels, `storage` caches them, `arguments` packs their arguments,
+`launcher` runs them."""

@@ -1,4 +1,4 @@
-"""The arguments of a launch, as C sees them."""
+"""Packing of a launch's arguments into the kernel's C struct."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-# Triton's name of a type: its format in the `struct` module, its name in C++.
+# Triton's name of a type -> its format in the `struct` module, its name in C++.
 SCALARS = {
     "i1": ("?", "bool"),
     "u1": ("?", "bool"),
@@ -30,9 +30,9 @@ SCALARS = {
 
 
 def argument_packer(signature: dict[str, Any]) -> Callable[[tuple[Any, ...]], bytes]:
-    """A function from a launch's arguments to the bytes of the kernel's `struct Args`.
+    """Return a function from a launch's arguments to the bytes of the kernel's `struct Args`.
 
-    It is one expression made for the signature: `pack(address(args[0], 'x_ptr'), args[1])`.
+    It is one expression compiled for the signature: `pack(address(args[0], 'x_ptr'), args[1])`.
     """
     members = list(fields(signature))
     layout = struct.Struct("@" + "".join(field.code for field in members))
@@ -43,12 +43,12 @@ def argument_packer(signature: dict[str, Any]) -> Callable[[tuple[Any, ...]], by
 
 
 class Field(NamedTuple):
-    """A member of `struct Args`, which is an argument of the kernel in TTIR."""
+    """A member of `struct Args`: one argument of the kernel in TTIR."""
 
-    name: str  # of the argument in Python that it comes from
-    code: str  # its format in the `struct` module
-    path: tuple[int | str, ...]  # where its value is among the launch's arguments
-    convert: str = ""  # a function of the value
+    name: str  # of the Python argument that it comes from
+    code: str  # format in the `struct` module
+    path: tuple[int | str, ...]  # path to its value in the launch's arguments
+    convert: str = ""  # name of a function applied to the value
 
     @property
     def expression(self) -> str:
@@ -59,7 +59,7 @@ class Field(NamedTuple):
 
 
 def fields(signature: dict[str, Any]) -> Iterator[Field]:
-    """The members of `struct Args` for a signature of Triton's: one or more for each argument that is no constexpr."""
+    """Yield the members of `struct Args` for a Triton signature: one or more per argument that is not constexpr."""
     for position, (name, kind) in enumerate(signature.items()):
         yield from _fields(kind, (position,), str(name))
 
@@ -74,12 +74,13 @@ def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field
         yield Field(name, "P", path)
     elif kind.startswith("tensordesc"):
         # The compiler turns a descriptor into base, shape, strides and two flags, and keeps the shape and
-        # strides that the front end had put beside it.
+        # strides that the front end had added.
         shape, strides = (
-            [(*path, what, d) for d in range(_descriptor_rank(kind))] for what in ("shape", "strides")
+            [(*path, attribute, d) for d in range(_descriptor_rank(kind))]
+            for attribute in ("shape", "strides")
         )
         yield Field(name, "P", (*path, "base"))
-        yield from (Field(name, "q", place) for place in shape + strides)
+        yield from (Field(name, "q", extent_path) for extent_path in shape + strides)
         yield Field(name, "?", (*path, "padding"), "is_nan")
         yield Field(name, "?", (*path, "round_f32_to_tf32"))
         yield from (Field(name, "i", extent) for extent in shape)
@@ -90,19 +91,19 @@ def _fields(kind: Any, path: tuple[int | str, ...], name: str) -> Iterator[Field
 
 
 def value_at(args: Any, path: tuple[int | str, ...]) -> Any:
-    """What is at a place among nested arguments."""
+    """Return the value at a path into nested arguments."""
     for step in path:
         args = getattr(args, step) if isinstance(step, str) else args[step]
     return args
 
 
 def problem(signature: dict[str, Any], args: tuple[Any, ...]) -> str:
-    """What is wrong with the arguments of a launch; empty if nothing is known to be. Constants may be left out."""
+    """Return what is wrong with the arguments of a launch, or "" if nothing is known. Constants may be left out."""
     names = [str(name) for name in signature]
     missing = [name for name in names[len(args) :] if signature[name] != "constexpr"]
     if missing:
-        wanted = f"takes {len(names)} arguments ({', '.join(names)}), constants included, and {len(args)} were given"
-        return f"the kernel {wanted}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        needs = f"takes {len(names)} arguments ({', '.join(names)}), constants included, and {len(args)} were given"
+        return f"the kernel {needs}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
     for name, argument in zip(names, args, strict=False):
         try:
             argument_packer({name: signature[name]})((argument,))
@@ -121,7 +122,7 @@ def _descriptor_rank(kind: str) -> int:
 
 
 def address(argument: Any, name: str) -> int:
-    """Where a pointer argument points; refuses memory that the CPU can't reach."""
+    """Return the address of a pointer argument; raise `ValueError` for memory that the CPU can't reach."""
     try:
         if argument.is_cpu:
             return argument.data_ptr()  # type: ignore[no-any-return]
@@ -137,15 +138,15 @@ def address(argument: Any, name: str) -> int:
 
 
 def single(value: float) -> float:
-    """To float32, where too large a value is infinite (`struct` would refuse it)."""
+    """Round to float32; too large a value becomes infinite (`struct` would refuse it)."""
     return ctypes.c_float(value).value
 
 
 def is_nan(padding: str) -> bool:
-    """What a descriptor pads with."""
+    """Return whether a descriptor pads with NaN."""
     return padding == "nan"
 
 
 def brain(value: float) -> int:
-    """The bits of a bfloat16; cut off rather than rounded, as the GPU drivers do."""
+    """Return the bits of a bfloat16, truncated rather than rounded, as the GPU drivers do."""
     return int.from_bytes(struct.pack("<f", single(value)), "little") >> 16

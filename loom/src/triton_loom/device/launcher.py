@@ -1,4 +1,4 @@
-"""A launch: the memory and the threads it gets, and the call itself."""
+"""Launches: their memory, their threads, and the call itself."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from .arguments import argument_packer, problem
 
 
 def load(binary: bytes, name: str) -> tuple[ctypes.CDLL, Any]:
-    """A kernel's shared object, and the function in it that launches the kernel."""
+    """Load a kernel's shared object; return it and its function that launches the kernel."""
     library = toolchain.load(binary, name)
     function: Any = library.loom_launch
     pointer, i32 = ctypes.c_void_p, ctypes.c_int32
     function.argtypes = [ctypes.c_char_p, i32, i32, i32, i32, pointer, pointer, pointer]
     function.restype = i32
-    function.library = library  # who has the function may want other symbols
+    function.library = library  # for callers that need other symbols
     return library, function
 
 
-UNWATCHED: list[Callable[[str], None]] = []  # who hears of launches without instruments, by the kernel's name
+UNWATCHED: list[
+    Callable[[str], None]
+] = []  # callbacks for uninstrumented launches, called with the kernel's name
 
 
 class LoomLauncher:
-    """Launches one compiled kernel. Triton makes one per kernel and calls it once per launch."""
+    """Launcher of one compiled kernel. Triton makes one per kernel and calls it once per launch."""
 
-    poisoned = False  # every program begins with scratch memory that is full of 0xFF
+    poisoned = False  # every program begins with scratch memory filled with 0xFF
     watched = False  # the kernel is instrumented
 
     def __init__(self, src: Any, metadata: Any) -> None:
@@ -66,17 +68,17 @@ class LoomLauncher:
         if enter_hook is not None:
             enter_hook(launch_metadata)
         if UNWATCHED and not self.watched:
-            for hear in UNWATCHED:
-                hear(self.name)
+            for callback in UNWATCHED:
+                callback(self.name)
         failed = 0
         programs = grid_x * grid_y * grid_z
         if programs >= 2**31 or grid_x < 0 or grid_y < 0 or grid_z < 0 or isinstance(programs, float):
             check_extents(grid_x, grid_y, grid_z)
         if programs:
-            own, threads = THREAD.memory, self.threads(programs)
-            own.status.poisoned = self.poisoned or _poisoned
+            memory, threads = THREAD.memory, self.threads(programs)
+            memory.status.poisoned = self.poisoned or _poisoned
             if self.spin_limit is not None:
-                own.status.spin_limit = self.spin_limit if _spin_limit is None else _spin_limit
+                memory.status.spin_limit = self.spin_limit if _spin_limit is None else _spin_limit
             try:
                 packed = self.pack(args)
             except (TypeError, AttributeError, IndexError, struct.error) as error:
@@ -88,18 +90,18 @@ class LoomLauncher:
                 grid_z,
                 threads,
                 self.gomp_parallel,
-                own.scratch(threads * self.scratch_bytes),
-                own.status_address,
+                memory.scratch(threads * self.scratch_bytes),
+                memory.status_address,
             )
         if exit_hook is not None:
             exit_hook(launch_metadata)
         if failed:
-            own.raise_failure(self.name)
+            memory.raise_failure(self.name)
 
 
 def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int]:
-    """How many threads run a launch, from its number of programs."""
-    if metadata.launch_cooperative_grid:  # programs wait for each other, so all must be under way
+    """Return a function from a launch's number of programs to its number of threads."""
+    if metadata.launch_cooperative_grid:  # programs wait for each other, so all must run at once
         if find_gomp_parallel() is None:
             raise RuntimeError("launch_cooperative_grid needs an OpenMP runtime, and torch has loaded none")
         return lambda programs: programs
@@ -109,7 +111,7 @@ def _threads(metadata: Any, available: Callable[[], int]) -> Callable[[int], int
 
 
 def check_extents(*grid: int) -> None:
-    """The number of programs has 64 bits; each extent of the grid is a Triton int32."""
+    """Raise unless each extent of the grid is a Triton int32; the number of programs may need 64 bits."""
     if any(isinstance(extent, float) for extent in grid):
         raise TypeError(
             f"each extent of a grid must be an integer, as `//` and triton.cdiv give them: {grid}"
@@ -119,7 +121,7 @@ def check_extents(*grid: int) -> None:
 
 
 class Status(ctypes.Structure):
-    """`Status` of launch.h."""
+    """Mirror of `Status` in launch.h."""
 
     _fields_ = [
         ("code", ctypes.c_int32),
@@ -137,7 +139,7 @@ _ERRORS: dict[int, type[BaseException]] = {1: DeviceAssertion, 2: SpinError, 3: 
 
 
 class ThreadMemory:
-    """What launches made by one thread of the caller write to besides their outputs."""
+    """Memory that launches from one caller's thread write to besides their outputs."""
 
     def __init__(self) -> None:
         self.status = Status(interrupts=ctypes.addressof(_INTERRUPTS))
@@ -165,14 +167,14 @@ _spin_limit: float | None = None
 
 @contextmanager
 def spin_limit(seconds: float) -> Iterator[None]:
-    """Inside a `with` block, a `while` loop of a program may last so many seconds, whatever its kernel was compiled
+    """Limit `while` loops of programs to so many seconds inside a `with` block, whatever their kernels were compiled
     with."""
     global _spin_limit
-    before, _spin_limit = _spin_limit, seconds
+    outer, _spin_limit = _spin_limit, seconds
     try:
         yield
     finally:
-        _spin_limit = before
+        _spin_limit = outer
 
 
 _poisoned = False
@@ -180,14 +182,15 @@ _poisoned = False
 
 @contextmanager
 def poisoned_scratch() -> Iterator[None]:
-    """Inside a `with` block, every program of every launch begins with scratch memory that is full of 0xFF. A kernel
-    that reads there what it has not written gives NaN, or -1, whatever ran before it."""
+    """Fill scratch memory with 0xFF before every program of every launch inside a `with` block.
+
+    A kernel that reads scratch memory that it has not written gives NaN, or -1, whatever ran before it."""
     global _poisoned
-    before, _poisoned = _poisoned, True
+    outer, _poisoned = _poisoned, True
     try:
         yield
     finally:
-        _poisoned = before
+        _poisoned = outer
 
 
 class _Thread(threading.local):
@@ -195,12 +198,12 @@ class _Thread(threading.local):
         self.memory = ThreadMemory()
 
 
-THREAD = _Thread()  # the caller's
+THREAD = _Thread()  # of the caller's thread
 
 
 @functools.lru_cache
 def find_gomp_parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch uses: one pool of threads for both.
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch uses: one pool of threads for both.
 
     Two runtimes would each keep a thread per core spinning between their parallel regions.
     """

@@ -1,7 +1,7 @@
-"""The files that Loom keeps in Triton's cache directory, and who may have written them.
+"""Loom's files in Triton's cache directory, and checks of who may have written them.
 
-loom/        kernels that were loaded, by their content: a debugger or profiler wants a file to look at
-loom-build/  what the compiler made, by everything that it was made from
+loom/        kernels that were loaded, keyed by content: a debugger or profiler wants a file to look at
+loom-build/  the compiler's output, keyed by all of its inputs
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from pathlib import Path
 
 
 def room(name: str) -> str:
-    """A directory of Loom's own in Triton's cache (TRITON_CACHE_DIR, or ~/.triton/cache); it may not exist yet."""
+    """Return one of Loom's directories in Triton's cache (TRITON_CACHE_DIR, or ~/.triton/cache); it may not exist."""
     from triton import knobs
 
     return os.path.join(knobs.cache.dir, name)
 
 
 def keep(content: bytes, directory: str, file: str) -> str:
-    """The path of a file with this content, which only this user can write."""
+    """Write a file with this content, which only this user can write, unless it exists; return its path."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     check_trusted(directory)
     path = os.path.join(directory, file)
     if not (os.path.exists(path) and Path(path).read_bytes() == content):
         # Many processes may do this at once: each writes a file of its own and renames it into place.
-        handle, own = tempfile.mkstemp(dir=directory)
+        handle, temporary = tempfile.mkstemp(dir=directory)
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        os.replace(own, path)
+        os.replace(temporary, path)
     check_trusted(path)
     return path
 
 
 def recall(directory: str, file: str) -> bytes | None:
-    """What was kept under this name, if anything was. Code comes from no place that others can write."""
+    """Return the content of a cached file, or None. Raise `UntrustedCache` if others can write to it."""
     path = os.path.join(directory, file)
     if not os.path.exists(path):
         return None
-    for place in (os.path.dirname(directory), directory, path):
-        check_trusted(place)
+    for checked in (os.path.dirname(directory), directory, path):
+        check_trusted(checked)
     return Path(path).read_bytes()
 
 
 @functools.lru_cache
 def process_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory that lasts as long as the process, for caches that cannot be written."""
+    """Return a directory that lasts as long as the process, for caches that cannot be written."""
     return tempfile.TemporaryDirectory(prefix="loom-")
 
 
 class UntrustedCache(RuntimeError):
-    """Somebody else can write to the place that compiled kernels are loaded from."""
+    """Error: somebody else can write to the directory that compiled kernels are loaded from."""
 
 
 def check_trusted(path: str) -> None:
-    """Raises `UntrustedCache` where another user could have put code, or could exchange it."""
+    """Raise `UntrustedCache` if another user could have put code at this path, or could replace it."""
     status, user = os.stat(path), os.geteuid()
     if status.st_uid not in (user, 0):
         reason = f"belongs to user {status.st_uid} and you are user {user}"
@@ -73,7 +73,7 @@ def check_trusted(path: str) -> None:
 
 @functools.lru_cache
 def _is_private_group(group: int) -> bool:
-    """Many systems give each user a group of their own and a umask that lets it write."""
+    """Return whether a group is the user's own: many systems give each user one, with a umask that lets it write."""
     import grp
     import pwd
 

@@ -1,4 +1,4 @@
-"""The system's C++ compiler: finding it, naming it in cache keys, building kernels with it, loading them."""
+"""The system's C++ compiler: find it, name it in cache keys, build kernels with it, load them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from . import storage
 
 INCLUDE = Path(__file__).parents[1] / "include"
 
-# Integers wrap, pointers alias, and floats round once per operation: what Triton promises its kernels.
+# Triton's promises to its kernels: integers wrap, pointers alias, and floats round once per operation.
 SEMANTICS = """
     -std=c++17 -fwrapv -fno-strict-aliasing -ffp-contract=off -fno-math-errno -fno-trapping-math
     -fno-exceptions -fno-rtti
 """
 PRODUCT = "-w -pipe -fPIC -fvisibility=hidden"
-# No C++ library and no start-up files to read: a third off the time of a small build.
+# No C++ library and no start-up files to read: saves a third of the time of a small build.
 LINKING = "-shared -nostdlib"
 LIBRARIES = "-lm -lc -lgcc"
 
-# Registers are given out for the whole function at once: in less time, and to no slower code.
+# Allocates registers for the whole function at once: builds faster, and the code is no slower.
 ONE_REGION = "-fira-region=one"
-# What -Og does that takes a sixth of its time and has little to do: a kernel's text is made of single operations
-# already, with few branches.
+# Passes of -Og that take a sixth of its time for little gain: a kernel's text already consists of single operations,
+# with few branches.
 LITTLE_TO_DO = """
     -fno-tree-forwprop -fno-forward-propagate -fno-tree-ccp -fno-tree-copy-prop -fno-thread-jumps
     -fno-guess-branch-probability
@@ -49,7 +49,7 @@ or set CXX to a C++17 compiler (GCC or Clang)."""
 
 
 class BuildError(RuntimeError):
-    """There is no C++ compiler, or it rejected a generated kernel."""
+    """Error: there is no C++ compiler, or it rejected a generated kernel."""
 
 
 # ---- the compiler, and what its output depends on ------------------------------------------------------
@@ -57,13 +57,13 @@ class BuildError(RuntimeError):
 
 @functools.lru_cache
 def compiler() -> tuple[str, ...]:
-    """The command that starts the C++ compiler: CXX, the C++ sibling of CC, or the first one on the PATH.
+    """Return the command that starts the C++ compiler: CXX, the C++ sibling of CC, or the first one on the PATH.
 
-    A CXX that is no program is an error, as it is to make and CMake: whoever chose a compiler would not want another.
+    A CXX that is not a program is an error, as in make and CMake: whoever chose a compiler would not want another.
     """
-    if chosen := shlex.split(os.environ.get("CXX", "")):
-        if path := shutil.which(chosen[0]):
-            return (path, *chosen[1:])
+    if override := shlex.split(os.environ.get("CXX", "")):
+        if path := shutil.which(override[0]):
+            return (path, *override[1:])
         raise BuildError(
             f"CXX={os.environ['CXX']} names no program that can be run: unset it, or set it to a C++17 compiler (GCC "
             "or Clang)"
@@ -81,7 +81,7 @@ def compiler() -> tuple[str, ...]:
 
 
 def flags(arch: str) -> str:
-    """Code generation for `arch`: "native", or any name the compiler's -march knows."""
+    """Return the compiler's flags for `arch`: "native", or any name that its -march knows."""
     if platform.machine() in ("x86_64", "AMD64"):
         # Compilers default to 256-bit vectors on processors that have 512-bit ones.
         return f"-march={arch} -mprefer-vector-width=512"
@@ -90,7 +90,7 @@ def flags(arch: str) -> str:
 
 @functools.lru_cache
 def identity() -> str:
-    """Changes when the compiler or the processor does; costs file look-ups rather than a process."""
+    """Return a key that changes with the compiler or the processor; it costs file look-ups, not a process."""
     command = compiler()
     binaries = {os.path.realpath(path) for word in command if (path := shutil.which(word))}
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(command[0])))
@@ -101,14 +101,14 @@ def identity() -> str:
 
 
 def processor() -> str:
-    """The instruction sets of this machine, as the kernel lists them."""
-    telling = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
+    """Return the instruction sets of this machine, as the kernel lists them."""
+    prefixes = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
     try:
         with open("/proc/cpuinfo") as cpuinfo:
             first = cpuinfo.read(1 << 14).split("\n\n")[0]  # one processor's paragraph, not all 256
     except OSError:
         return platform.processor()
-    return "\n".join(line for line in first.splitlines() if line.startswith(telling))
+    return "\n".join(line for line in first.splitlines() if line.startswith(prefixes))
 
 
 # ---- from C++ text to a function ------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def processor() -> str:
 
 @functools.lru_cache
 def is_gcc() -> bool:
-    """Whether the compiler understands GCC's names of single optimisations: by its own name, else by asking it."""
+    """Return whether the compiler knows GCC's names of single optimizations: by its own name, else by asking it."""
     name = os.path.basename(os.path.realpath(compiler()[0]))
     if "clang" in name or "g++" in name:
         return "clang" not in name
@@ -125,11 +125,11 @@ def is_gcc() -> bool:
     return "__GNUC__" in macros and "__clang__" not in macros
 
 
-def optimisation(source: str, quick: bool) -> str:
-    """The compiler's options for a kernel that shall run fast, or for one that shall be there soon.
+def optimization(source: str, quick: bool) -> str:
+    """Return the compiler's options for an optimized kernel, or for a `quick` build.
 
-    A quick build takes half the time and its kernel is 10 to 30 % slower, to the same bits. Not so for dots, whose
-    inner loop is worthless unless its tile stays in registers: they are optimised as far as that takes.
+    A quick build takes half the time; its kernel is 10 to 30 % slower and gives the same bits. Kernels with dots get
+    -O1 even then, because their inner loop is worthless unless its tile stays in registers.
     """
     level = "-O2" if not quick else "-O1" if '#include "dot.h"' in source else "-Og"
     if not is_gcc():
@@ -139,17 +139,17 @@ def optimisation(source: str, quick: bool) -> str:
 
 @functools.lru_cache(maxsize=128)  # for caches that cannot be written
 def build(source: str, arch: str = "native", quick: bool = False) -> bytes:
-    """The shared object of a kernel's C++ text.
+    """Return the shared object of a kernel's C++ text.
 
-    It is kept by what it was made from: kernels whose options differ in what a CPU ignores have the same text, and so
-    have most kernels under another release of Triton, or after a change to Loom that does not concern them.
+    It is cached by the compiler's inputs: kernels whose options differ only in what a CPU ignores have the same text,
+    and so have most kernels under another release of Triton, or after a change to Loom that does not concern them.
     """
-    options = f"{SEMANTICS} {flags(arch)} {optimisation(source, quick)} {PRODUCT}".split()
-    made_from = (source, options, _headers(), identity())
-    file = hashlib.sha256(repr(made_from).encode()).hexdigest() + ".so"
+    options = f"{SEMANTICS} {flags(arch)} {optimization(source, quick)} {PRODUCT}".split()
+    inputs = (source, options, _headers(), identity())
+    file = hashlib.sha256(repr(inputs).encode()).hexdigest() + ".so"
     directory = storage.room("loom-build")
-    if kept := storage.recall(directory, file):
-        return kept
+    if cached := storage.recall(directory, file):
+        return cached
     binary = _compile(source, options)
     with contextlib.suppress(OSError):  # a cache that cannot be written
         storage.keep(binary, directory, file)
@@ -158,14 +158,14 @@ def build(source: str, arch: str = "native", quick: bool = False) -> bytes:
 
 @functools.lru_cache(maxsize=128)
 def build_library(source: str, *further_options: str) -> bytes:
-    """The shared object of C++ text that is no kernel's: a part of the emulated GPU (include/gpu)."""
+    """Return the shared object of C++ text that is not a kernel: a part of the emulated GPU (include/gpu)."""
     level = "-O2 -ftree-vectorize -fvect-cost-model=dynamic" if is_gcc() else "-O2"
     options = [*f"{SEMANTICS} {flags('native')} {level} {PRODUCT}".split(), *further_options]
-    made_from = (source, options, _headers("gpu/*"), _headers(), identity())
-    file = hashlib.sha256(repr(made_from).encode()).hexdigest() + ".so"
+    inputs = (source, options, _headers("gpu/*"), _headers(), identity())
+    file = hashlib.sha256(repr(inputs).encode()).hexdigest() + ".so"
     directory = storage.room("loom-build")
-    if kept := storage.recall(directory, file):
-        return kept
+    if cached := storage.recall(directory, file):
+        return cached
     binary = _compile(source, options, prepare=False)
     with contextlib.suppress(OSError):
         storage.keep(binary, directory, file)
@@ -184,52 +184,52 @@ def _compile(source: str, options: list[str], prepare: bool = True) -> bytes:
             return subprocess.run(call, capture_output=True, text=True, errors="replace")
 
         prepared = _prepared(source, options) if prepare else []
-        done = run(prepared or UNPREPARED)
-        if done.returncode and prepared:
-            done = run(
+        completed = run(prepared or UNPREPARED)
+        if completed.returncode and prepared:
+            completed = run(
                 UNPREPARED
-            )  # Clang refuses digested headers where GCC would read the headers themselves
-        if done.returncode and "internal compiler error" in done.stderr and "-O1" not in options:
-            # A bug of an optimisation: GCC 12 has one that big kernels meet.
-            less = [*(word for word in options if not word.startswith("-O")), "-O1"]
-            return _compile(source, less, prepare)
-        if done.returncode or not product.exists():
+            )  # Clang refuses precompiled headers in cases where GCC would read the headers themselves
+        if completed.returncode and "internal compiler error" in completed.stderr and "-O1" not in options:
+            # An optimizer bug: GCC 12 has one that big kernels trigger.
+            fallback = [*(word for word in options if not word.startswith("-O")), "-O1"]
+            return _compile(source, fallback, prepare)
+        if completed.returncode or not product.exists():
             text.write_text("")
-            what = (
+            reason = (
                 "the C++ compiler does not work: it rejects an empty file"
                 if run([]).returncode or not product.exists()
                 else "a generated kernel does not compile"
             )
             call = shlex.join([*command, *UNPREPARED, *files, *LIBRARIES.split()])
-            raise BuildError(f"{what}\n{call}\n{done.stderr or done.stdout}".rstrip())
+            raise BuildError(f"{reason}\n{call}\n{completed.stderr or completed.stdout}".rstrip())
         return product.read_bytes()
 
 
-# ---- what kernels have in common, done once ----------------------------------------------------------------
+# ---- work shared by kernels, done once ----------------------------------------------------------------------
 
-# Without such preparation, an instrumented kernel has all of the witness in its own text.
+# Without precompiled headers, an instrumented kernel has all of the witness in its own text.
 UNPREPARED = ["-DLOOM_WITNESS_INSIDE"]
 
 
 @functools.lru_cache
 def _headers(pattern: str = "*.h") -> str:
-    """A hash of Loom's headers."""
+    """Return a hash of Loom's headers."""
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(INCLUDE.glob(pattern)))).hexdigest()
 
 
 def _prepared(source: str, options: list[str]) -> list[str]:
-    """Arguments that spare the compiler what it has done for other kernels; none if that has not been prepared yet.
+    """Return arguments that reuse precompiled headers; none if there are none yet.
 
-    What stands above a kernel's own text is one of a dozen lists of headers. The first kernel with a list leaves a note
-    of it, and the second one has it digested: somebody who runs a single kernel does not wait for what would serve the
-    next. The witness of instrumented kernels is compiled then as well.
+    A kernel's text begins with one of a dozen lists of headers. The first kernel with a list records it, and the second
+    one precompiles it: somebody who runs a single kernel does not wait for what would only serve the next. The witness
+    of instrumented kernels is compiled then as well.
     """
     first_lines = re.match(r"(?:#(?:define|include) .*\n)*", source)
     assert first_lines is not None
     directory = storage.room("loom-build")
 
-    def path(made_from: str, ending: str) -> str:
-        key = repr((made_from, options, _headers(), str(INCLUDE), identity()))
+    def path(inputs: str, ending: str) -> str:
+        key = repr((inputs, options, _headers(), str(INCLUDE), identity()))
         return os.path.join(directory, hashlib.sha256(key.encode()).hexdigest() + ending)
 
     text = path(first_lines[0], ".h")
@@ -237,8 +237,8 @@ def _prepared(source: str, options: list[str]) -> list[str]:
         if not os.path.exists(text):
             storage.keep(first_lines[0].encode(), directory, os.path.basename(text))
             return []
-        for place in (directory, text):
-            storage.check_trusted(place)
+        for checked in (directory, text):
+            storage.check_trusted(checked)
         _make_once(f"{text}.gch", [*options, "-x", "c++-header", text])
         prepared = ["-include", text]
         if witness := re.search(r"#define (LOOM_WITNESS) (\d)", first_lines[0]):
@@ -249,19 +249,19 @@ def _prepared(source: str, options: list[str]) -> list[str]:
     except (
         OSError,
         subprocess.CalledProcessError,
-    ):  # a cache that cannot be written; headers that are not digestible
+    ):  # a cache that cannot be written; headers that cannot be precompiled
         return []
     return prepared
 
 
 def _make_once(product: str, arguments: list[str]) -> None:
-    """Have the compiler make a file, unless it is there already."""
+    """Have the compiler make a file, unless it exists."""
     if not os.path.exists(product):
-        with tempfile.TemporaryDirectory(dir=os.path.dirname(product)) as own:
-            made = os.path.join(own, "product")
-            call = [*compiler(), f"-I{INCLUDE}", *arguments, "-o", made]
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(product)) as directory:
+            output = os.path.join(directory, "product")
+            call = [*compiler(), f"-I{INCLUDE}", *arguments, "-o", output]
             subprocess.run(call, capture_output=True, check=True)
-            os.replace(made, product)
+            os.replace(output, product)
     storage.check_trusted(product)
 
 
@@ -271,8 +271,8 @@ def _make_once(product: str, arguments: list[str]) -> None:
 def load(binary: bytes, name: str) -> ctypes.CDLL:
     """Map a shared object into the process, from a file that only this user can have written.
 
-    Triton hands over bytes from its cache; they are kept once more, by content, since a debugger or profiler wants a
-    file to look at.
+    Triton passes bytes from its cache; they are stored once more, keyed by content, because a debugger or profiler
+    wants a file to look at.
     """
     file = f"{name[:100]}-{hashlib.sha256(binary).hexdigest()[:32]}.so"
     directory = storage.room("loom")

@@ -1,1 +1,1 @@
-"""The emulated GPU: executes the PTX that Triton makes for NVIDIA GPUs on the CPU, and checks it meanwhile."""
+"""The emulated GPU: executes on the CPU, and checks, the PTX that Triton compiles for NVIDIA GPUs."""

@@ -1,13 +1,13 @@
-"""The GPUs that can be emulated: what they answer when a program asks about them, and what limits a launch.
+"""GPUs that can be emulated: the properties they report to programs, and the limits of a launch.
 
-The limits of a compute capability are those of the CUDA programming guide (appendix "Compute Capabilities", tables of
-technical specifications), compared on 2026-11-17 with the table that NVIDIA keeps in CCCL
+The limits of a compute capability are from the CUDA programming guide (appendix "Compute Capabilities", tables of
+technical specifications), compared on 2026-11-17 with NVIDIA's table in CCCL
 (libcudacxx/include/cuda/__device/arch_traits.h): blocks, threads and shared memory of a multiprocessor, and one KiB
-that a block cannot have.
+that is reserved in each block.
 
-The number of multiprocessors, the clocks and the width of the memory's bus are those of one product, from its data
-sheet and from what `deviceQuery` and `nvidia-smi -q -d CLOCK` say of it: kernels size their grids by the first, and
-nothing here depends on the others. Twice the memory's clock times its width is the bandwidth that the data sheet has.
+The number of multiprocessors, the clocks and the width of the memory bus are those of one product, from its data sheet
+and the output of `deviceQuery` and `nvidia-smi -q -d CLOCK`: kernels size their grids by the first, and nothing here
+depends on the others. Twice the memory clock times the bus width is the data sheet's bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. Sizes are in bytes, clocks in MHz."""
+    """Properties of one GPU. Sizes are in bytes, clocks in MHz."""
 
     capability: int  # 90 for an sm_90
     product: str
@@ -35,7 +35,7 @@ class Device:
 
     @property
     def target(self) -> str:
-        """The name of its target, as `emulate` takes it."""
+        """Name of its target, as `emulate` takes it."""
         return f"sm_{self.capability}"
 
 
@@ -84,7 +84,7 @@ DEVICES = {
 
 
 def device_of(target: str) -> Device:
-    """The GPU of a target by its name.
+    """Return the GPU of a target by its name.
 
     >>> device_of("sm_90").shared_per_block
     232448

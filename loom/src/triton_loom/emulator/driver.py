@@ -1,5 +1,5 @@
-"""A Triton driver for the emulated GPU. It is Triton's own NVIDIA driver, whose calls to CUDA end in the stand-in for
-libcuda (see `libcuda`); what it would ask PyTorch about the GPU is answered here.
+"""Triton driver for the emulated GPU: Triton's own NVIDIA driver, whose CUDA calls go to the stand-in for libcuda (see
+`libcuda`); its questions to PyTorch about the GPU are answered here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .scope import Gpu, memory_of
 
 
 class EmulatedDriver(nvidia.CudaDriver):
-    """An NVIDIA GPU on this machine's CPU, for CPU tensors. There is one for each target: see `driver_of`."""
+    """Driver of an NVIDIA GPU emulated on this machine's CPU, for CPU tensors. One per target: see `driver_of`."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -37,7 +37,7 @@ class EmulatedDriver(nvidia.CudaDriver):
         with _linked_with(self.library), self.library.emulating(device):
             super().__init__()
         self.launcher_cls = EmulatedLauncher
-        # The number of a device decides which of its caches Triton uses: no GPU has such a number, nor has Loom.
+        # Triton keys its caches by device number: no GPU has such a number, nor has Loom.
         self.get_current_device = lambda: device.capability
         self.set_current_device = lambda number: None
         self.get_current_stream = lambda number=None: 0
@@ -45,24 +45,24 @@ class EmulatedDriver(nvidia.CudaDriver):
 
     @property
     def emulates(self) -> str:
-        """The target that kernels and their tiles are chosen for, although tensors are the CPU's."""
+        """Target that kernels and their tiles are chosen for, although tensors are on the CPU."""
         return self.device.target
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return GPUTarget("cuda", self.device.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors are."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> type[LoomInterface]:
-        """What waits for the device: launches are over when they return."""
+        """Return the interface that synchronizes the device: launches have completed when they return."""
         return LoomInterface
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """The emulation has no notion of time. An autotuner launches each of its configurations once, all of them
-        checked, and takes the first."""
+        """Return a benchmarker without times, which the emulation does not have. An autotuner launches, and so checks,
+        each of its configurations once, and takes the first."""
 
         def launch_once(call: Callable[[], object], *, quantiles: Sequence[float] = (), **_: object) -> Any:
             call()
@@ -71,26 +71,26 @@ class EmulatedDriver(nvidia.CudaDriver):
         return launch_once
 
     def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        """There is no cache to be emptied."""
+        """Return an empty tensor: there is no cache to flush."""
         return torch.empty(0, dtype=torch.int8)
 
     def clear_cache(self, cache: torch.Tensor) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
 
 
 @functools.cache
 def driver_of(device: Device) -> EmulatedDriver:
-    """The driver of a GPU. There is one, since callers keep what they have compiled by driver."""
+    """Return the driver of a GPU, always the same one because callers cache compiled kernels by driver."""
     return EmulatedDriver(device)
 
 
 @contextmanager
 def _linked_with(library: libcuda.Library) -> Iterator[None]:
-    """Triton compiles the C part of its driver against a libcuda.so.1 that it looks for; here it is this one."""
+    """Let Triton find this library inside a `with` block when it compiles the C part of its driver against libcuda."""
 
     def forget() -> None:
-        for remembered in (nvidia.libcuda_dirs, nvidia.library_dirs):
-            remembered.cache_clear()
+        for cached in (nvidia.libcuda_dirs, nvidia.library_dirs):
+            cached.cache_clear()
 
     forget()
     with knobs.nvidia.scope():
@@ -105,9 +105,9 @@ def _linked_with(library: libcuda.Library) -> Iterator[None]:
 
 
 class EmulatedLauncher(nvidia.CudaLauncher):
-    """Triton's launcher, which is told what memory a launch may touch and gives it scratch memory."""
+    """Triton's launcher, extended by the memory that a launch may touch and its scratch memory."""
 
-    takes_tensors = True  # a caller that has tensors gives those, not their addresses
+    takes_tensors = True  # callers pass tensors, not their addresses
 
     def __init__(self, src: Any, metadata: Any) -> None:
         super().__init__(src, metadata)
@@ -116,12 +116,12 @@ class EmulatedLauncher(nvidia.CudaLauncher):
         self.file = src.fn.fn.__code__.co_filename if isinstance(src, ASTSource) else None
 
     def reaching(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
-        """The launcher for a launch that finds the addresses of these tensors in memory."""
+        """Return the launcher for a launch that finds the addresses of these tensors in memory."""
         return functools.partial(self, reached=tensors)
 
     def __call__(self, *args: Any, reached: Sequence[torch.Tensor] = ()) -> None:
         gpu = scope.current()
-        # Grid, stream, function, metadata and hooks come before the kernel's own.
+        # Grid, stream, function, metadata and hooks come before the kernel's own arguments.
         hidden, values = args[:9], args[9:]
         memory = [memory_of(tensor, f"reached[{number}]") for number, tensor in enumerate(reached)]
         memory += self._arguments(gpu, values, memory)
@@ -139,24 +139,24 @@ class EmulatedLauncher(nvidia.CudaLauncher):
             _allocation._allocator.reset(token)
 
     def _arguments(self, gpu: Gpu, values: Any, reached: Sequence[MemoryRange]) -> list[MemoryRange]:
-        known, bare = [], []
+        ranges, bare_addresses = [], []
         for field in self.pointers:
             tensor, address = tensor_and_address(value_at(values, field.path))
             if tensor is not None:
-                known.append(memory_of(tensor, field.name))
+                ranges.append(memory_of(tensor, field.name))
             elif address:
-                bare.append((field.name, address))
-        for name, address in bare:
-            if not gpu.knows(address, [*known, *reached]):
+                bare_addresses.append((field.name, address))
+        for name, address in bare_addresses:
+            if not gpu.knows(address, [*ranges, *reached]):
                 raise ValueError(
-                    f"{self.name}: {name} is the bare address {address:#x}, of which nobody knows what lies there: "
+                    f"{self.name}: {name} is the bare address {address:#x} of unknown memory: "
                     "pass the tensor, or name it by `gpu.allow(tensor)`"
                 )
-        return known
+        return ranges
 
 
 def _scratch(size: int, alignment: int) -> torch.Tensor:
-    """Memory that has no useful content, as that of a GPU. Filled by NumPy: PyTorch may have been told to fill tensors
+    """Return memory with no useful content, as on a GPU. NumPy fills it, because PyTorch may be set up to fill tensors
     by a kernel."""
     memory = torch.from_numpy(np.full(size + alignment, 0xCB, np.uint8))
     skipped = -memory.data_ptr() % alignment
@@ -167,31 +167,30 @@ def _scratch(size: int, alignment: int) -> torch.Tensor:
 
 
 class PtxIsTheModule:
-    """Triton's hook into the stages of a compilation: in place of ptxas' binary, the module is the PTX.
+    """Hook into Triton's compilation stages that makes the PTX the module, instead of ptxas' binary.
 
-    Kernels keep their own place in Triton's caches. The hook is Triton's own way to do this, so that the backend, its
-    target and its options are those of a real GPU; it does nothing for other drivers, and hands on to a hook that was
-    there before.
+    Such kernels have their own keys in Triton's caches. With this hook of Triton's, the backend, its target and its
+    options are those of a real GPU. It does nothing for other drivers, and calls a previously installed hook.
     """
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self.before = before
 
     def __call__(self, *stages_of: Any) -> Any:
-        given = self.before(*stages_of) if self.before is not None else ("", "")
+        result = self.before(*stages_of) if self.before is not None else ("", "")
         emulated = isinstance(drivers._active, EmulatedDriver)
-        if not stages_of:  # what it adds to the keys of caches
-            own = "the module is the PTX" * emulated
-            return tuple(f"{part}{own}" for part in given)
+        if not stages_of:  # asks for the additions to cache keys
+            suffix = "the module is the PTX" * emulated
+            return tuple(f"{part}{suffix}" for part in result)
         _, stages, *_ = stages_of
         if emulated and "cubin" in stages:
             stages["cubin"] = lambda ptx, metadata: ptx.encode()
-        return given
+        return result
 
     @classmethod
     @contextmanager
     def installed(cls) -> Iterator[None]:
-        """Inside a `with` block."""
+        """Install the hook inside a `with` block."""
         before = knobs.runtime.add_stages_inspection_hook
         knobs.runtime.add_stages_inspection_hook = cls(before)
         try:
@@ -202,7 +201,7 @@ class PtxIsTheModule:
 
 @contextmanager
 def emulating(gpu: Gpu) -> Iterator[None]:
-    """Makes this GPU the device of all launches inside a `with` block."""
+    """Make this GPU the device of all launches inside a `with` block."""
     driver = driver_of(gpu.device)
     hooked = isinstance(knobs.runtime.add_stages_inspection_hook, PtxIsTheModule)
     with (

@@ -1,4 +1,4 @@
-"""What the machine has found: a hazard, where it is, and which two threads it is about."""
+"""Findings of the machine: a hazard, its location, and the two threads involved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ptx.text import Place
 FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "shared memory race",
     "global memory race",
-    "uninitialised shared memory",
+    "uninitialized shared memory",
     "shared memory out of bounds",
     "global memory out of bounds",
     "store to read-only memory",
@@ -39,7 +39,7 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
     "warps disagree",
     "local memory out of bounds",
     "tensor memory race",
-    "uninitialised tensor memory",
+    "uninitialized tensor memory",
     "tensor memory out of bounds",
     "tensor memory misuse",
     "load under way",
@@ -49,33 +49,33 @@ FindingKind = Literal[  # in the order of `Kind` in include/gpu/machine.h
 ]
 KINDS: tuple[FindingKind, ...] = get_args(FindingKind)
 
-# ptxas says so when it does it: C7514 (products are serialised), C7517 (a wait is injected), C7519 (a fence is). What a
-# tcgen05.ld fills has a scoreboard in its code, with and without a tcgen05.wait::ld.
+# ptxas reports when it repairs these: C7514 (products are serialized), C7517 (a wait is injected), C7519 (a fence is
+# injected). Its code has a scoreboard for the results of a tcgen05.ld, with and without a tcgen05.wait::ld.
 MENDED: frozenset[FindingKind] = frozenset({"product under way", "wgmma.fence missing", "load under way"})
 
-# The manual asks for it, and Triton 3.7 leaves it out: most of its kernels with tensor descriptors initialise mbarriers
-# that bulk copies then use, with no fence between. Reported by `emulate(strict=True)`.
+# The manual requires it, and Triton 3.7 omits it: most of its kernels with tensor descriptors initialize mbarriers that
+# bulk copies then use, with no fence between. Reported by `emulate(strict=True)`.
 CUSTOMARY: frozenset[FindingKind] = frozenset({"mbarrier fence missing"})
 
 _MEANING: dict[FindingKind, str] = {
     "shared memory race": "two threads touch the same bytes and nothing orders them",
     "global memory race": "two threads touch the same bytes and nothing orders them",
-    "uninitialised shared memory": "bytes are read that nobody has written",
+    "uninitialized shared memory": "the bytes are read but were never written",
     "shared memory out of bounds": "the address lies outside of the block's shared memory",
-    "global memory out of bounds": "the address lies in no memory that the launch was given",
+    "global memory out of bounds": "the address is in none of the launch's memory",
     "store to read-only memory": "the bytes may not be written",
-    "misaligned address": "the address is no multiple of what is accessed",
+    "misaligned address": "the address is not a multiple of the access size",
     "split warp": "an instruction for the whole warp is executed by a part of it",
     "lane not there": "a value is taken from a lane that does not execute the instruction",
     "lanes disagree": "lanes of one store write different values to the same bytes",
     "barrier not reached": "some threads of the block left the kernel and never came to the barrier",
-    "deadlock": "nobody in the block can go on",
-    "division by zero": "PTX does not say what the quotient is",
+    "deadlock": "no thread of the block can continue",
+    "division by zero": "PTX does not define the quotient",
     "barrier misuse": "there is no such barrier, or it is used for another number of threads at the same time",
-    "copy misuse": "an asynchronous copy is not allowed like this",
-    "no mbarrier": "there is no mbarrier at this address: not made, made invalid, or written over",
-    "mbarrier in use": "an mbarrier is made again, or made invalid, while it is in use",
-    "mbarrier overrun": "more arrivals or bytes come to an mbarrier than its phase can count",
+    "copy misuse": "this form of asynchronous copy is not allowed",
+    "no mbarrier": "there is no mbarrier at this address: not initialized, invalidated, or overwritten",
+    "mbarrier in use": "an mbarrier is initialized again, or invalidated, while it is in use",
+    "mbarrier overrun": "an mbarrier gets more arrivals or bytes than its phase can count",
     "copy outlives its phase": "a phase of the mbarrier is over before all copies have arrived that it should count "
     "(expect_tx is too small or missing)",
     "copy outlives its block": "the block ends while a copy that nobody has waited for still uses its shared memory",
@@ -94,7 +94,7 @@ _MEANING: dict[FindingKind, str] = {
     "local memory out of bounds": "the address lies outside of the thread's own memory",
     "tensor memory race": "the same cells are touched twice and nothing orders that: no wait for the mbarrier of the "
     "products' commit, no tcgen05.wait, or no barrier between",
-    "uninitialised tensor memory": "cells are read that nobody has written",
+    "uninitialized tensor memory": "the cells are read but were never written",
     "tensor memory out of bounds": "the cells are not allocated, or they are not those of the warp's quarter of "
     "the lanes or of the operand's rows",
     "tensor memory misuse": "it is not allocated or freed like this, or never freed; or lanes name different "
@@ -111,7 +111,7 @@ _MEANING: dict[FindingKind, str] = {
 
 
 class HazardError(RuntimeError):
-    """A launch inside `emulate()` did what it must not; `findings` says what."""
+    """Error: a launch inside `emulate()` had hazards, listed in `findings`."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("\n".join(map(str, findings)))
@@ -119,32 +119,32 @@ class HazardError(RuntimeError):
 
 
 def _short(instruction: str) -> str:
-    """With the first two and the last of many registers."""
+    """Return the instruction with long register lists cut to the first two and the last."""
     return re.sub(r"\{(%r\d+, %r\d+,)( %r\d+,){4,} (%r\d+)\}", r"{\1 …, \3}", instruction)
 
 
 @dataclass(frozen=True)
 class Access:
-    """An instruction and the thread that executed it."""
+    """An instruction, and the thread that executed it."""
 
     instruction: str
     ptx_line: int
     place: Place
     block: tuple[int, int, int]
-    thread: int | None  # None: an operation of no thread's own
+    thread: int | None  # None: the operation belongs to no single thread
 
     def __str__(self) -> str:
-        who = (
+        executor = (
             f"thread {self.thread} of block {self.block}"
             if self.thread is not None
             else f"block {self.block}"
         )
-        return f"`{_short(self.instruction)}` by {who} ({self.place}, PTX line {self.ptx_line})"
+        return f"`{_short(self.instruction)}` by {executor} ({self.place}, PTX line {self.ptx_line})"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A hazard: of all its occurrences at a pair of instructions the one in the first block, and how many there are."""
+    """A hazard at a pair of instructions: its occurrence in the first block, and the number of occurrences."""
 
     kind: FindingKind
     kernel: str
@@ -156,7 +156,7 @@ class Finding:
 
     @property
     def is_mended(self) -> bool:
-        """Whether ptxas sees it in the text and puts in what is missing: the result is right, and time is lost."""
+        """True if ptxas detects it in the text and repairs it: the result is right, but time is lost."""
         return self.kind in MENDED
 
     def __str__(self) -> str:

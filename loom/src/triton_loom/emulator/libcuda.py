@@ -1,4 +1,4 @@
-"""The stand-in for libcuda.so.1 (include/gpu/libcuda.cpp): building it, loading it, and Python's side of it."""
+"""The stand-in for libcuda.so.1 (include/gpu/libcuda.cpp): its build, its loading, and its Python side."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SUCCESS, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED = 0, 218, 500, 719  # of CUresult
 
 
 class RealDriver(RuntimeError):
-    """A GPU's own driver is in this process, or may be wanted later."""
+    """Error: a real GPU's driver is in this process, or may be needed later."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A launch as it arrives at the driver, checked."""
+    """A checked launch as it arrives at the driver."""
 
     ptx: str
     kernel: Kernel
@@ -37,7 +37,7 @@ class Arrived:
     cluster: tuple[int, int, int]
     shared_bytes: int  # dynamic
     cooperative: bool
-    overlapping: bool  # it may begin before the launch before it has ended
+    overlapping: bool  # it may begin before the previous launch has ended
     parameters: bytes  # of the .param space
 
 
@@ -61,11 +61,11 @@ class _Device(ctypes.Structure):
 
     @classmethod
     def of(cls, device: Device) -> _Device:
-        given = asdict(device)
-        made = cls(**{field[0]: given[field[0]] for field in cls._fields_})
-        made.clock *= 1000  # kHz, as CUDA has them
-        made.memory_clock *= 1000
-        return made
+        properties = asdict(device)
+        result = cls(**{field[0]: properties[field[0]] for field in cls._fields_})
+        result.clock *= 1000  # kHz, as CUDA has them
+        result.memory_clock *= 1000
+        return result
 
 
 class _Parameter(ctypes.Structure):
@@ -107,8 +107,8 @@ class _Host(ctypes.Structure):
 
 
 class Library:
-    """The library of this process, with the modules that were loaded into it. Modules stay until the process ends:
-    Triton keeps the kernels that it has compiled as long."""
+    """The library in this process, with the modules that were loaded into it. Modules stay loaded until the process
+    ends, as long as Triton keeps its compiled kernels."""
 
     def __init__(self, path: str, receive: Callable[[Arrived], None]) -> None:
         self.path, self._receive = path, receive
@@ -122,7 +122,7 @@ class Library:
 
     @contextlib.contextmanager
     def emulating(self, device: Device) -> Iterator[None]:
-        """Makes this the device of all calls inside a `with` block. Outside of all blocks there is none."""
+        """Make this the device of all calls inside a `with` block. Outside all blocks there is none."""
         outer = self._library.loom_cuda_emulate(device.capability)
         try:
             yield
@@ -131,8 +131,8 @@ class Library:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Triton makes its own error of a call that fails. Inside a `with` block, the exception that made Python's side
-        fail is raised instead."""
+        """Raise, inside a `with` block, the exception that failed on the Python side instead of Triton's error for the
+        failed call."""
         self._failed.exception = None
         try:
             yield
@@ -142,7 +142,7 @@ class Library:
                 raise
             raise failed from None
 
-    # -- what the library calls; an exception cannot pass through C --
+    # -- callbacks of the library; an exception cannot pass through C --
 
     def _load(self, text: bytes, module: Any) -> int:
         def load() -> None:
@@ -157,27 +157,27 @@ class Library:
             ptx, kernel = self._modules[module - 1]
             if name.decode() != kernel.name:
                 raise LookupError(f"the module has no kernel {name.decode()!r}; it has {kernel.name!r}")
-            made = _c_kernel(ptx, kernel)
-            function[0] = ctypes.addressof(made)
-            self._kernels[ctypes.addressof(made)] = ptx, kernel, made
+            c_kernel = _c_kernel(ptx, kernel)
+            function[0] = ctypes.addressof(c_kernel)
+            self._kernels[ctypes.addressof(c_kernel)] = ptx, kernel, c_kernel
 
         return self._guarded(NOT_FOUND, find)
 
     def _launch(self, launch: Any) -> int:
         def receive() -> None:
-            given = launch.contents
-            ptx, kernel, _ = self._kernels[given.kernel]
+            arrived = launch.contents
+            ptx, kernel, _ = self._kernels[arrived.kernel]
             self._receive(
                 Arrived(
                     ptx,
                     kernel,
-                    grid=tuple(given.grid),
-                    block=tuple(given.block),
-                    cluster=tuple(given.cluster),
-                    shared_bytes=given.shared,
-                    cooperative=bool(given.cooperative),
-                    overlapping=bool(given.overlapping),
-                    parameters=ctypes.string_at(given.parameters, given.parameter_bytes),
+                    grid=tuple(arrived.grid),
+                    block=tuple(arrived.block),
+                    cluster=tuple(arrived.cluster),
+                    shared_bytes=arrived.shared,
+                    cooperative=bool(arrived.cooperative),
+                    overlapping=bool(arrived.overlapping),
+                    parameters=ctypes.string_at(arrived.parameters, arrived.parameter_bytes),
                 )
             )
 
@@ -197,7 +197,7 @@ def _c_kernel(ptx: str, kernel: Kernel) -> _Kernel:
     target = re.search(r"^\.target\s+sm_(\d+)([af]?)", ptx, re.M)
     if target is None:
         raise ValueError("the module's text has no .target")
-    most = re.search(r"^\.maxnreg\s+(\d+)", ptx, re.M)
+    register_limit = re.search(r"^\.maxnreg\s+(\d+)", ptx, re.M)
     parameters = [_Parameter(each.offset, each.size) for each in kernel.parameters.values()]
     return _Kernel(
         name=kernel.name.encode(),
@@ -209,7 +209,7 @@ def _c_kernel(ptx: str, kernel: Kernel) -> _Kernel:
         threads=(_i32 * 3)(kernel.threads, 1, 1),
         static_shared=kernel.shared_bytes,
         dynamic_shared=max(48 * 1024 - kernel.shared_bytes, 0),
-        registers=int(most[1]) if most else 0,
+        registers=int(register_limit[1]) if register_limit else 0,
     )
 
 
@@ -218,44 +218,42 @@ def _c_kernel(ptx: str, kernel: Kernel) -> _Kernel:
 
 @functools.cache
 def load(receive: Callable[[Arrived], None]) -> Library:
-    """The library, in this process. Launches are handed to `receive`.
+    """Load the library into this process; return it. It passes launches to `receive`.
 
-    Whoever asks for libcuda.so.1 afterwards, by whatever path, is given this one, because a process has one library of
-    a name. That is how Triton's driver finds it without being told, and why no GPU can be used beside it.
+    Anything that loads libcuda.so.1 afterwards, by whatever path, gets this one, because a process has one library per
+    name. So Triton's driver finds it without being told, and no real GPU can be used beside it.
     """
     refuse_beside_a_gpu()
     return Library(_built(), receive)
 
 
 def refuse_beside_a_gpu(devices: str = "/dev", loaded: str = FILE) -> None:
-    """Raises `RealDriver` if NVIDIA's library is in this process, or if a GPU is there that PyTorch might use later."""
+    """Raise `RealDriver` if NVIDIA's library is in this process, or if there is a GPU that PyTorch might use later."""
     with contextlib.suppress(OSError):
         library = ctypes.CDLL(loaded, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         if not hasattr(library, "loom_cuda_connect"):
             raise RealDriver(
-                "a GPU's driver (libcuda.so.1) is loaded in this process, and an emulated one can't stand beside it: "
+                "a real GPU's driver (libcuda.so.1) is loaded in this process, next to which none can be emulated: "
                 "emulate in a process that has not touched CUDA, started with CUDA_VISIBLE_DEVICES= (empty)"
             )
     import torch
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    found = [name for name in ("nvidiactl", "dxg") if os.path.exists(os.path.join(devices, name))]
-    if found and torch.version.cuda is not None and not hidden:
+    gpus = [name for name in ("nvidiactl", "dxg") if os.path.exists(os.path.join(devices, name))]
+    if gpus and torch.version.cuda is not None and not hidden:
         raise RealDriver(
-            f"this machine has a GPU ({devices}/{found[0]}), which this process could no longer use once one is "
+            f"this machine has a GPU ({devices}/{gpus[0]}), which this process could no longer use once one is "
             "emulated in it: start the process with CUDA_VISIBLE_DEVICES= (empty)"
         )
 
 
 def _built() -> str:
-    """The path of the library, in a directory of its own."""
+    """Build the library in a directory of its own; return its path."""
     from triton.backends import nvidia
 
     headers = Path(str(nvidia.__file__)).parent / "include"
     if not (headers / "cuda.h").exists():
-        raise toolchain.BuildError(
-            f"this Triton comes without {headers}/cuda.h, which the library is built from"
-        )
+        raise toolchain.BuildError(f"this Triton has no {headers}/cuda.h, which the library is built from")
     cuda = hashlib.sha256((headers / "cuda.h").read_bytes()).hexdigest()
     binary = toolchain.build_library(
         f'#include "gpu/libcuda.cpp"  // with a cuda.h whose hash is {cuda}\n',

@@ -1,4 +1,4 @@
-"""The machine that executes a decoded kernel: built once from include/gpu, loaded with ctypes."""
+"""The machine that executes a decoded kernel: built once from include/gpu, and loaded with ctypes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ FINDINGS_KEPT = 256
 
 
 class MemoryRange(NamedTuple):
-    """Bytes of this process that a launch may touch: a tensor, its scratch memory, a device's printf buffer."""
+    """Bytes of this process that a launch may touch: a tensor, scratch memory, a device's printf buffer."""
 
     begin: int
     end: int
     writable: bool = True
-    name: str = ""  # for findings: the argument or whatever else the bytes are
+    name: str = ""  # for findings: the argument, or another name of the bytes
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a launch is executed. Results and findings do not depend on `threads`."""
+    """Options of a launch. Results and findings do not depend on `threads`."""
 
-    checks: bool = True  # hazards; without them addresses are still checked
+    checks: bool = True  # of hazards; addresses are checked regardless
     delivery: Literal["late", "early"] = (
         "late"  # when asynchronous copies arrive: the latest or the earliest moment
     )
     threads: int = 0  # of the CPU; 0: as many as torch uses
-    counters: bool = False  # of what is asked of memory
+    counters: bool = False  # of memory traffic
     limit: float = math.inf  # seconds that a block may take
 
 
@@ -50,16 +50,16 @@ CHECKED = Options()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch did: findings (none: it is clean), and how many warps executed each instruction of the program."""
+    """Result of a launch: findings (none: it is clean), and how many warps executed each instruction of the program."""
 
     findings: list[Finding]
     executed: Sequence[int]
-    total_findings: int = 0  # also those that were not kept
+    total_findings: int = 0  # including those that were not kept
     statements: Sequence[text.Statement] = ()  # the program's instructions
-    counts: Counts | None = None  # by instruction, if they were asked for
+    counts: Counts | None = None  # by instruction, if requested
 
 
-# ---- what C++ and Python both know -----------------------------------------------------------------------
+# ---- structures shared with C++ --------------------------------------------------------------------------
 
 _INSTRUCTION = np.dtype(
     [
@@ -126,12 +126,12 @@ LIBRARIES = (
     "matrix",
     "hopper",
     "blackwell",
-)  # of include/gpu: the machine itself, and further handlers
+)  # in include/gpu: the machine itself, and further handlers
 
 
 @functools.lru_cache
 def libraries() -> dict[str, ctypes.CDLL]:
-    """The machine, further handlers, and the arithmetic that nearly every kernel has: built side by side."""
+    """Build, in parallel, the machine, further handlers and common arithmetic; return the libraries by name."""
     sources = {name: f'#include "gpu/{name}.cpp"\n' for name in LIBRARIES}
     sources["scalars"] = scalars.unit(scalars.common())
     with ThreadPoolExecutor(len(sources)) as pool:
@@ -141,9 +141,9 @@ def libraries() -> dict[str, ctypes.CDLL]:
     machine.gpu_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p]
     machine.gpu_launch.restype = None
     sizes = (_INSTRUCTION, _FINDING, None, _RANGE, _CONSTANT, _SPECIAL, COUNTING, np.dtype(("u8", COUNTS)))
-    for which, dtype in enumerate(sizes):
+    for index, dtype in enumerate(sizes):
         size = ctypes.sizeof(_Launch) if dtype is None else dtype.itemsize
-        assert machine.gpu_size(which) == size, "machine.py does not mirror machine.h"
+        assert machine.gpu_size(index) == size, "machine.py does not mirror machine.h"
     return loaded
 
 
@@ -156,31 +156,31 @@ def _loaded(binary: bytes, name: str) -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=256)
-def _further_arithmetic(wanted: frozenset[scalars.Scalar]) -> ctypes.CDLL:
-    """Handlers of instructions that are rare, compiled for a kernel that has them."""
-    return _loaded(toolchain.build_library(scalars.unit(wanted)), "gpu-scalars")
+def _further_arithmetic(missing: frozenset[scalars.Scalar]) -> ctypes.CDLL:
+    """Return handlers of rare instructions, compiled for a kernel that has them."""
+    return _loaded(toolchain.build_library(scalars.unit(missing)), "gpu-scalars")
 
 
 def _handlers(flat: Flat) -> dict[str, int]:
-    """The address of each handler that a program names."""
-    have = list(libraries().values())
-    known = libraries()["scalars"].gpu_handler
-    if missing := frozenset(s for s in flat.scalars if not known(s.handler.encode())):
-        have.append(_further_arithmetic(missing))
-    found: dict[str, int] = {}
+    """Return the address of each handler that a program names."""
+    available = list(libraries().values())
+    common_handler = libraries()["scalars"].gpu_handler
+    if missing := frozenset(s for s in flat.scalars if not common_handler(s.handler.encode())):
+        available.append(_further_arithmetic(missing))
+    addresses: dict[str, int] = {}
     for name in {name for i in flat.instructions for name in (i.handler, i.behind) if name}:
-        address = next((at for one in have if (at := one.gpu_handler(name.encode()))), None)
+        address = next((at for one in available if (at := one.gpu_handler(name.encode()))), None)
         if address is None:
-            raise LookupError(f"the machine has no handler `{name}`: gpu/opcodes.py and include/gpu disagree")
-        found[name] = address
-    return found
+            raise LookupError(f"the machine has no handler `{name}`: ptx/opcodes.py and include/gpu disagree")
+        addresses[name] = address
+    return addresses
 
 
 # ---- a program -------------------------------------------------------------------------------------------
 
 
 class Program:
-    """A kernel, decoded from its PTX: what `run` executes. `Program.of(ptx)` keeps those that it has decoded."""
+    """A kernel, decoded from its PTX for `run`. `Program.of(ptx)` caches decoded programs."""
 
     def __init__(self, ptx: str) -> None:
         self.flat = flatten(text.read(ptx))
@@ -197,12 +197,12 @@ class Program:
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, ptx: str) -> Program:
-        """The program of a PTX text."""
+        """Return the program of a PTX text."""
         return cls(ptx)
 
     def _fill(self) -> None:
         flat, handlers = self.flat, _handlers(self.flat)
-        # The address of a handler that another one stands in for follows the operands.
+        # If another handler stands in for an instruction's own, the own one's address follows the operands.
         behind = [handlers[i.behind] if i.behind else 0 for i in flat.instructions]
         words = [
             word
@@ -212,8 +212,8 @@ class Program:
         self._operands = np.array(words, np.uint32)
         rows, at = [], self._operands.ctypes.data
         for number, i in enumerate(flat.instructions):
-            where = (i.guard, i.flip, i.target, i.reconverge, number)
-            rows.append((handlers[i.handler], at, i.immediate, len(i.operands), *where, i.flags, 0))
+            control = (i.guard, i.flip, i.target, i.reconverge, number)
+            rows.append((handlers[i.handler], at, i.immediate, len(i.operands), *control, i.flags, 0))
             at += 4 * (len(i.operands) + 2)
         self.instructions = np.array(rows, _INSTRUCTION)
         addresses = [(offset, 8, ctypes.addressof(self._symbols[name])) for offset, name in flat.symbols]
@@ -222,16 +222,16 @@ class Program:
 
     @functools.cached_property
     def copies(self) -> Copies:
-        """What becomes of loaded values."""
+        """Analysis of the use of loaded values."""
         return Copies(self.flat.statements)
 
     @functools.cached_property
     def counting(self) -> np.ndarray:
-        """What is counted of each instruction."""
+        """The memory accesses to count for each instruction."""
         return requests_of(self.flat.statements)
 
     def own_memory(self) -> list[MemoryRange]:
-        """What the kernel may read besides its arguments: initialised global memory of the module."""
+        """Return the memory that the kernel may read besides its arguments: initialized globals of the module."""
         return [
             MemoryRange(ctypes.addressof(buffer), ctypes.addressof(buffer) + len(buffer), False, name)
             for name, buffer in self._symbols.items()
@@ -254,28 +254,28 @@ def run(
 ) -> Outcome:
     """Execute a launch: `parameters` are the bytes of the .param space, tensor maps in the encoding of tensor_map.h.
 
-    A block that takes longer than `options.limit` is a finding that says where it is, and ends the launch. Ctrl-C ends
-    it as well.
+    A block that takes longer than `options.limit` ends the launch with a finding that says where the block is. Ctrl-C
+    ends it as well.
 
-    `memory` is all that the kernel may touch; whatever else it touches is a finding and stays untouched. Blocks of a
-    `cooperative` launch wait for each other, so that all are under way at once, each on a thread of its own.
+    `memory` is all that the kernel may touch; an access elsewhere is a finding and is not performed. Blocks of a
+    `cooperative` launch wait for each other, so all run at once, each on a thread of its own.
     """
     if block != program.threads:
         raise ValueError(
-            f"{program.name} is compiled for {program.threads} threads a block (reqntid), and is launched with {block}"
+            f"{program.name} is compiled for {program.threads} threads per block (reqntid), but launched with {block}"
         )
     if len(parameters) < program.parameter_bytes:
         raise ValueError(
-            f"{program.name} has {program.parameter_bytes} bytes of parameters, and is launched with {len(parameters)}"
+            f"{program.name} has {program.parameter_bytes} bytes of parameters, but is launched with {len(parameters)}"
         )
-    room = ctypes.create_string_buffer(len(parameters) + 64)
-    begin = -(-ctypes.addressof(room) // 64) * 64
+    buffer = ctypes.create_string_buffer(len(parameters) + 64)
+    begin = -(-ctypes.addressof(buffer) // 64) * 64
     ctypes.memmove(begin, parameters, len(parameters))
     own = [MemoryRange(begin, begin + len(parameters), False, "parameters"), *program.own_memory()]
-    named = _apart([*memory, *own])
-    ranges = np.array([(r.begin, r.end, r.writable) for r in named], _RANGE)
+    memory_ranges = _disjoint([*memory, *own])
+    ranges = np.array([(r.begin, r.end, r.writable) for r in memory_ranges], _RANGE)
     executed = np.zeros(len(program.instructions), np.uint64)
-    found = np.zeros(FINDINGS_KEPT, _FINDING)
+    records = np.zeros(FINDINGS_KEPT, _FINDING)
     counts = np.zeros((len(program.instructions), COUNTS), np.uint64) if options.counters else None
     storing = np.zeros((len(program.instructions), 32), np.uint32)
     launch = _Launch(
@@ -285,7 +285,7 @@ def run(
         ranges=ranges.ctypes.data,
         parameters=begin,
         executed=executed.ctypes.data,
-        findings=found.ctypes.data,
+        findings=records.ctypes.data,
         counting=None if counts is None else program.counting.ctypes.data,
         counts=None if counts is None else counts.ctypes.data,
         storing=storing.ctypes.data,
@@ -308,12 +308,12 @@ def run(
     launch.grid[:] = grid
     libraries()["machine"].gpu_launch(ctypes.byref(launch), launcher.find_gomp_parallel())
     if launch.stopped == _BY_INTERRUPT:
-        _thread.interrupt_main()  # the machine has taken notice of Ctrl-C; now Python does what it does then
-    found = found[: launch.finding_count]
-    unused = np.array([_between_copies(program, row, storing) for row in found], bool)
-    findings = [_finding(program, row, named) for row in found[~unused]]
+        _thread.interrupt_main()  # the machine has consumed Ctrl-C; let Python handle it as usual
+    records = records[: launch.finding_count]
+    unused = np.array([_between_copies(program, row, storing) for row in records], bool)
+    findings = [_finding(program, row, memory_ranges) for row in records[~unused]]
     findings.sort(key=lambda f: (f.by.ptx_line, f.other.ptx_line if f.other else 0, KINDS.index(f.kind)))
-    total = launch.findings_total - int(found["count"][unused].sum())
+    total = launch.findings_total - int(records["count"][unused].sum())
     return Outcome(findings, executed.tolist(), total, program.flat.statements, counts)
 
 
@@ -325,27 +325,29 @@ def _workers(program: Program, grid: tuple[int, int, int], options: Options) -> 
     return max(1, min(options.threads or get_num_threads(), grid[0] * grid[1] * grid[2]))
 
 
-def _apart(memory: Iterable[MemoryRange]) -> list[MemoryRange]:
-    """Sorted, and cut where several overlap: views of one tensor are one piece of memory."""
+def _disjoint(memory: Iterable[MemoryRange]) -> list[MemoryRange]:
+    """Return the ranges sorted and disjoint: views of one tensor are merged, other overlaps are cut."""
     merged: list[MemoryRange] = []
-    for one in sorted(r for r in memory if r.end > r.begin):
+    for current in sorted(r for r in memory if r.end > r.begin):
         last = merged[-1] if merged else None
         if (
             last is not None
-            and one.begin < last.end
-            and (one.writable == last.writable or one.end <= last.end)
+            and current.begin < last.end
+            and (current.writable == last.writable or current.end <= last.end)
         ):
-            merged[-1] = last._replace(end=max(last.end, one.end), writable=last.writable or one.writable)
-        elif last is not None and one.begin < last.end:
-            merged[-1] = last._replace(end=one.begin)
-            merged.append(one)
+            merged[-1] = last._replace(
+                end=max(last.end, current.end), writable=last.writable or current.writable
+            )
+        elif last is not None and current.begin < last.end:
+            merged[-1] = last._replace(end=current.begin)
+            merged.append(current)
         else:
-            merged.append(one)
+            merged.append(current)
     return merged
 
 
 def _between_copies(program: Program, row: np.void, storing: np.ndarray) -> bool:
-    """Whether it is a race that nobody can tell: see `copies`."""
+    """Return whether a finding is a race that cannot affect any result: see `copies`."""
     if KINDS[row["kind"]] != "global memory race" or (row["block"] != row["other_block"]).any():
         return False
     threads = {

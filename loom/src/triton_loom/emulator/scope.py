@@ -1,4 +1,4 @@
-"""`emulate()`'s scope: what the launches inside of it were, and what became of them."""
+"""Scope of `emulate()`: the launches inside it and their outcomes."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was emulated."""
+    """An emulated launch."""
 
     kernel: str
     grid: tuple[int, int, int]
     threads: int  # of a block
     shared_bytes: int  # dynamic shared memory of a block
-    cooperative: bool  # all blocks are under way at once
-    parameters: bytes  # as they lie in the .param space
+    cooperative: bool  # all blocks run at once
+    parameters: bytes  # of the .param space
     ptx: str  # of the kernel
     outcome: Outcome
     launched_from: str  # file:line
 
     @property
     def inexact(self) -> frozenset[str]:
-        """Why results may have other bits on another device, such as Loom: see `exactness`."""
+        """Reasons why results may have different bits on another device, such as Loom: see `exactness`."""
         return exactness.reasons(self.ptx)
 
     @property
     def counters(self) -> KernelCounters:
-        """What it did. Requests to memory are in it with `counters=True`."""
+        """Counters of the launch, with memory traffic if `counters=True`."""
         return counters_of([self])
 
 
 def counters_of(launches: Sequence[Launch]) -> KernelCounters:
-    """What launches of one kernel did together. Those of one program are added up before they are looked at."""
+    """Return the counters of all launches of one kernel. Launches of one program are summed before they are decoded."""
     programs: dict[int, list[Launch]] = {}
     for launch in launches:
         programs.setdefault(id(launch.outcome.statements), []).append(launch)
     lines: dict[Line, Counters] = {}
-    for same in programs.values():
-        outcomes = [launch.outcome for launch in same]
-        counted = [outcome.counts for outcome in outcomes if outcome.counts is not None]
-        did = by_line(
+    for group in programs.values():
+        outcomes = [launch.outcome for launch in group]
+        counts = [outcome.counts for outcome in outcomes if outcome.counts is not None]
+        by_lines = by_line(
             outcomes[0].statements,
             executed=np.sum([outcome.executed for outcome in outcomes], axis=0, dtype=np.uint64),
-            counts=np.sum(counted, axis=0) if counted else None,
-            threads=same[0].threads,
+            counts=np.sum(counts, axis=0) if counts else None,
+            threads=group[0].threads,
         )
-        for line, counters in did.items():
+        for line, counters in by_lines.items():
             lines[line] = lines[line].plus(counters) if line in lines else counters
     lines = dict(sorted(lines.items(), key=lambda item: (-item[1].warp_instructions, item[0])))
     return KernelCounters(
@@ -81,25 +81,25 @@ def counters_of(launches: Sequence[Launch]) -> KernelCounters:
     )
 
 
-LIMIT = 60.0  # seconds that a block may take: some billions of instructions of warps
+LIMIT = 60.0  # seconds that a block may take: some billions of warp instructions
 LIMIT_VARIABLE = "TRITON_LOOM_EMULATE_LIMIT"
 
 
 def seconds(limit: float | None) -> float:
-    """Return the seconds that a block may take: the argument, or else the environment's or the default."""
-    given = os.environ.get(LIMIT_VARIABLE, LIMIT) if limit is None else limit
+    """Return the seconds that a block may take: the argument, else the environment's value, else the default."""
+    text = os.environ.get(LIMIT_VARIABLE, LIMIT) if limit is None else limit
     name = LIMIT_VARIABLE if limit is None else "limit"
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise ValueError(f"{name} is a number of seconds above 0, or inf for no limit; got {given!r}")
+        raise ValueError(f"{name} must be a number of seconds above 0, or inf for no limit; got {text!r}")
     return value
 
 
 class Gpu:
-    """An emulated GPU: its launches, in order, and what was found in them."""
+    """An emulated GPU: its launches, in order, and their findings."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Gpu:
     ) -> None:
         if unknown := set(ignored) - set(KINDS):
             raise ValueError(
-                f"ignore= has no kinds of findings {sorted(unknown)}; there are {', '.join(KINDS)}"
+                f"ignore= has unknown kinds of findings {sorted(unknown)}; choose from {', '.join(KINDS)}"
             )
         self.device, self.options, self.raises = device, options, raises
         self.ignored = frozenset(ignored) if strict else frozenset(ignored) | CUSTOMARY
@@ -122,41 +122,42 @@ class Gpu:
 
     @property
     def target(self) -> str:
-        """The name of the GPU's target, such as sm_90."""
+        """Name of the GPU's target, such as sm_90."""
         return self.device.target
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, launch by launch."""
+        """Findings, launch by launch."""
         return [finding for launch in self.launches for finding in launch.outcome.findings]
 
     def allow(self, *tensors: torch.Tensor) -> None:
-        """Tensors that kernels may reach by addresses that they find in memory or get as integers."""
+        """Allow kernels to reach these tensors by addresses that they find in memory or get as integers."""
         for tensor in tensors:
             self._allowed.append(memory_of(tensor, f"allowed[{len(self._allowed)}]"))
 
     @property
     def counters(self) -> dict[str, KernelCounters]:
-        """What each kernel did, by its name. Requests to memory are in it with `counters=True`."""
+        """Counters of each kernel by name, with memory traffic if `counters=True`."""
         kernels: dict[str, list[Launch]] = {}
         for launch in self.launches:
             kernels.setdefault(launch.kernel, []).append(launch)
         return {name: counters_of(launches) for name, launches in kernels.items()}
 
     def report(self, *, lines: bool = False) -> str:
-        """What ran, what it did and what was found, as text; with `lines`, what each line of Python did."""
+        """Return the launched kernels, their counters and findings as text; with `lines`, also each Python line's."""
         if not self.launches:
             return f"{self.device.target}: no kernel was launched"
         title = f"{self.device.target}, emulated:"
-        found = ["", *map(str, self.findings)] if self.findings else []
-        return "\n".join([title, tables(list(self.counters.values()), lines=lines), *found])
+        findings = ["", *map(str, self.findings)] if self.findings else []
+        return "\n".join([title, tables(list(self.counters.values()), lines=lines), *findings])
 
     # -- a launch --
 
     @contextmanager
     def launching(self, memory: Sequence[MemoryRange], file: str | None) -> Iterator[None]:
-        """A launch that this thread makes inside a `with` block may touch this memory, and its kernel is in this file.
-        What is found in it is raised at the end of the block. A hook may launch another kernel inside of it."""
+        """Set, inside a `with` block, the memory that this thread's launch may touch and the file of its kernel.
+
+        Raise its findings at the end of the block. A hook may launch another kernel inside the block."""
         here = self._here
         outer = here.memory, here.file, here.launched
         here.memory, here.file, here.launched = memory, file, None
@@ -165,12 +166,12 @@ class Gpu:
             launched = here.launched
         finally:
             here.memory, here.file, here.launched = outer
-        found: list[Finding] = launched.outcome.findings if launched is not None else []
-        if self.raises and not all(finding.is_mended for finding in found):
-            raise HazardError(found)
+        findings: list[Finding] = launched.outcome.findings if launched is not None else []
+        if self.raises and not all(finding.is_mended for finding in findings):
+            raise HazardError(findings)
 
     def knows(self, address: int, memory: Sequence[MemoryRange]) -> bool:
-        """Whether an address lies in this memory, or in what is allowed."""
+        """Return whether an address lies in this memory, or in allowed tensors."""
         return any(each.begin <= address < each.end for each in (*memory, *self._allowed))
 
     def receive(self, arrived: Arrived) -> None:
@@ -209,7 +210,7 @@ class Gpu:
 
 
 class _Here(threading.local):
-    """The launch that a thread is about to make, or has made."""
+    """State of the launch that a thread is about to make, or has made."""
 
     memory: Sequence[MemoryRange] = ()
     file: str | None = None
@@ -218,16 +219,16 @@ class _Here(threading.local):
 
 @functools.lru_cache(maxsize=256)
 def in_file(ptx: str, file: str | None) -> str:
-    """The text with the file that the kernel is in now: Triton's cache knows kernels by their text, from any file."""
-    own = re.search(r"^\s*\.loc\s+(\d+)", ptx, re.M)
-    if own is None or file is None:
+    """Return the PTX with the kernel's current file: Triton's cache identifies kernels by text, whatever their file."""
+    location = re.search(r"^\s*\.loc\s+(\d+)", ptx, re.M)
+    if location is None or file is None:
         return ptx
-    was = re.compile(rf'^(\s*\.file\s+{own[1]}\s+)"[^"]*"', re.M)
-    return was.sub(lambda found: f'{found[1]}"{file}"', ptx, count=1)
+    pattern = re.compile(rf'^(\s*\.file\s+{location[1]}\s+)"[^"]*"', re.M)
+    return pattern.sub(lambda match: f'{match[1]}"{file}"', ptx, count=1)
 
 
 def memory_of(tensor: torch.Tensor, name: str) -> MemoryRange:
-    """The bytes from a tensor's first element to its last."""
+    """Return the range from a tensor's first element to its last."""
     memory = Memory.of(tensor, tensor.data_ptr())
     return MemoryRange(memory.low, memory.high, True, name)
 
@@ -238,15 +239,15 @@ _open: list[Gpu] = []
 
 
 def current() -> Gpu:
-    """The GPU of the innermost block. As Triton's choice of a driver is, it is the same for every thread."""
+    """Return the GPU of the innermost block. Like Triton's active driver, it is the same for every thread."""
     if not _open:
-        raise RuntimeError("no GPU is emulated here: launch inside of `with triton_loom.emulate(...)`")
+        raise RuntimeError("no GPU is being emulated: launch inside `with triton_loom.emulate(...)`")
     return _open[-1]
 
 
 @contextmanager
 def opened(gpu: Gpu) -> Iterator[None]:
-    """Makes this the GPU of all launches inside a `with` block."""
+    """Make this the GPU of all launches inside a `with` block."""
     _open.append(gpu)
     try:
         yield
@@ -255,5 +256,5 @@ def opened(gpu: Gpu) -> Iterator[None]:
 
 
 def receive(arrived: Arrived) -> None:
-    """Hands a launch to the GPU that it is for."""
+    """Pass a launch to the current GPU."""
     current().receive(arrived)

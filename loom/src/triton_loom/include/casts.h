@@ -1,18 +1,18 @@
-// Conversions to and from the number types that C++ lacks, and from floats to integers as a GPU does them.
+// Conversions to and from the float formats that C++ lacks, and from floats to integers with a GPU's semantics.
 //
 //   f32_from_bf16(bits)  bf16_from_f32(x)  bf16_from_f32_rtz(x)  likewise f16, e4m3, e5m2, e4m3fnuz, e5m2fnuz
 //
 // take a scalar or a vector of any width; raw bits are u16 or u8 lanes. Rounding is to nearest even, or
 // toward zero for _rtz; subnormals are exact both ways; NaN stays NaN. bf16 and f16 overflow to infinity, the
-// 8-bit formats saturate at their largest number, infinity included, as cvt.rn.satfinite does. f64 reaches a
-// narrow type with a single rounding through f32_odd_from_f64.
+// 8-bit formats saturate at their largest finite value, even for infinity, like cvt.rn.satfinite. f64 is converted
+// to a narrow type with a single rounding through f32_odd_from_f64.
 #pragma once
 #include "simd.h"
 
 // ---- f16 and FP8 on any machine ---------------------------------------------------------------------
 
-// OVERFLOW is the code of what is too large, INFINITE that of infinity (0 if there is none). An FNUZ format
-// has no negative zero either: the code of that zero is its NaN.
+// OVERFLOW is the code of values that are too large, INFINITE that of infinity (0 if there is none). An FNUZ
+// format has no negative zero: the code of that zero is its NaN.
 template <class Code, int MANTISSA, int BIAS, u32 OVERFLOW, u32 NOT_A_NUMBER, u32 INFINITE = 0>
 struct float_format {
   typedef Code code;
@@ -29,11 +29,11 @@ typedef float_format<u8, 2, 15, 0x7B, 0x7F, 0x7C> format_e5m2;
 typedef float_format<u8, 3, 8, 0x7F, 0x80> format_e4m3fnuz;
 typedef float_format<u8, 2, 16, 0x7F, 0x80> format_e5m2fnuz;
 
-// The adder rounds: next to `magic`, a power of two, only those bits of |x| survive which the format has at
+// The adder rounds: added to `magic`, a power of two, only those bits of |x| survive that the format has at
 // this exponent, so the low end of the sum counts |x| in units of its last place. The high end is the
-// exponent, which the shift moves in front of the count: their sum is the code, a carry out of the count
-// included. What then remains to be added waits in the low bits of `magic`; it is even, so that ties still go
-// to even codes.
+// exponent, which the shift moves in front of the count: their sum is the code, including a carry out of the
+// count. The constant that remains to be added is in the low bits of `magic`; it is even, so that ties still
+// go to even codes.
 template <class F, bool TOWARD_ZERO, class V> LOOM_INLINE like<V, typename F::code> encode(V x) {
   typedef like<V, u32> U;
   constexpr u32 inf = 0x7F800000, code_mask = 2 * F::sign - 1;
@@ -56,8 +56,8 @@ template <class F, bool TOWARD_ZERO, class V> LOOM_INLINE like<V, typename F::co
   return convert<like<V, typename F::code>>(a > inf ? splat<U>(F::nan) : code);
 }
 
-// A subnormal m is decoded as (1 + m) 2^e - 2^e: exact, and the adder meets no subnormal operand, which some
-// machines take a hundred cycles over.
+// A subnormal m is decoded as (1 + m) 2^e - 2^e: exact, and the adder sees no subnormal operand, which costs
+// some machines a hundred cycles.
 template <class F, class C> LOOM_INLINE like<C, f32> decode(C code) {
   typedef like<C, u32> U;
   typedef like<C, f32> V;
@@ -97,8 +97,8 @@ template <class F> static constexpr magic_table<F> MAGIC;
   LOOM_CHOOSE(__builtin_ia32_ptestmd512(U, splat<i32x16>(BIT), -1), A, B)
 #endif
 
-// The same addition in nine instructions for 16 lanes and half the time of `encode`: `magic` comes out of a
-// table by exponent, with the exponent's share of the code already in its low bits.
+// The addition of `encode` in nine instructions for 16 lanes and half the time: `magic` comes from a table by
+// exponent, with the exponent's share of the code already in its low bits.
 template <class F> LOOM_INLINE u8x16 encode_by_table(f32x16 x) {
   constexpr int smaller_magnitude = 0x0A;     // vrangeps: min(|a|, |b|) with a clear sign; NaN gives b
   constexpr int nan_to_largest_float = 0xEE;  // vfixupimmps: a number whose low byte is 0xFF
@@ -183,8 +183,8 @@ template <class F, class V> LOOM_INLINE like<V, u8> narrow_to_fp8(V x) {
 #endif
   return encode<F, false>(x);
 }
-// The code of an FP8 number fits into the fields of an f16, whose subnormals the machine converts at full
-// speed. What is left is a power of two, and the NaN where it does not fall on the NaNs of f16 by itself.
+// The code of an FP8 value fits into the fields of an f16, whose subnormals the machine converts at full speed.
+// What remains is a power of two, and the NaN in formats where it is not a NaN of f16 already.
 template <class F, class C> LOOM_INLINE like<C, f32> widen_from_fp8(C x) {
 #ifdef __F16C__
   typedef like<C, u16> H;
@@ -211,9 +211,9 @@ template <class C> LOOM_INLINE like<C, f32> widen_from_e8m0(C x) {
   return bits<like<C, f32>>(c == 255 ? splat<U>(0x7FC00000) : u);
 }
 
-// Toward zero, or to odd: what f32 cannot hold goes to the neighbour with an odd mantissa, which no narrower
-// type holds and which lies on the same side of all their midpoints, so that rounding again gives what
-// rounding once would.
+// Rounding toward zero, or to odd: a value that f32 cannot hold goes to the neighbor with an odd mantissa, which
+// no narrower type holds and which lies on the same side of all their midpoints, so that rounding twice equals
+// rounding once.
 template <bool ODD, class V> LOOM_INLINE like<V, f32> round_inward(V x) {
   typedef like<V, i64> L;
   typedef like<V, i32> I;
@@ -225,8 +225,8 @@ template <bool ODD, class V> LOOM_INLINE like<V, f32> round_inward(V x) {
   L inexact = back == x ? splat<L>(0) : splat<L>(1);
   return bits<like<V, f32>>(toward_zero | convert<I>(inexact));
 }
-// The same for a 64-bit integer on its way to f64: beyond 2^53, the lowest bit that f64 keeps stands for all
-// below.
+// Rounding to odd of a 64-bit integer on its way to f64: beyond 2^53, the lowest bit that f64 keeps is the OR of
+// all bits below.
 template <class L> LOOM_INLINE L keep_53_bits(L x) {
   typedef like<L, u64> U;
   constexpr u64 below = is_signed<typename lane<L>::type> ? 1ull << 53 : 0;
@@ -237,11 +237,11 @@ template <class L> LOOM_INLINE L keep_53_bits(L x) {
 template <class T> constexpr T lowest_of = is_signed<T> ? (T)((T)1 << (sizeof(T) * 8 - 1)) : (T)0;
 template <class T> constexpr T highest_of = (T)~lowest_of<T>;
 
-// What NaN becomes: 0, or the highest bit alone where the source or the target has 64 bits, as PTX's cvt does.
+// The integer for NaN: 0, or only the highest bit set if the source or the target has 64 bits, like PTX's cvt.
 template <class T, class V>
 constexpr T of_nan = sizeof(T) == 8 || sizeof(typename lane<V>::type) == 8 ? (T)((u64)1 << (sizeof(T) * 8 - 1)) : (T)0;
 
-// An integer as wide as the float: its highest value is no float, but the number after that is one.
+// To an integer as wide as the float: its highest value is not a float, but the next one is.
 template <class T, class V> LOOM_INLINE like<V, T> saturate(V x) {
   typedef like<V, T> I;
   constexpr f64 half_range = (T)1 << (sizeof(T) * 8 - 1 - is_signed<T>);
@@ -252,7 +252,7 @@ template <class T, class V> LOOM_INLINE like<V, T> saturate(V x) {
   whole = x < low ? splat<I>(lowest_of<T>) : whole;
   return of_nan<T, V> == 0 ? whole : x == x ? whole : splat<I>(of_nan<T, V>);
 }
-// A narrower integer: all its values are floats.
+// To a narrower integer: all its values are floats.
 template <class T, class V> LOOM_INLINE like<V, T> clamp(V x) {
   V y = lesser(splat<V>(highest_of<T>), greater(splat<V>(lowest_of<T>), x));
   y = x == x ? y : splat<V>(of_nan<T, V>);

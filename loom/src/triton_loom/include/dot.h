@@ -1,18 +1,18 @@
-// tl.dot: C[M,N] += A[M,K] * B[K,N] on row-major tiles that lie in cache.
+// tl.dot: C[M,N] += A[M,K] * B[K,N] on row-major tiles in cache.
 //
 //   dot<f32, 64, 128, 32>(a, b, c)      f32, f64, i32; integers wrap
 //   dot_i8<64, 128, 32>(tiles, a, b, c)        i8 operands, i32 sums, exact; wraps
-//   dot_i8<64, 128, 64, true>(tiles, a, b, c)      the same with B[N,K], turned: N is 16 or more, K 64 or more
+//   dot_i8<64, 128, 64, true>(tiles, a, b, c)      with B transposed, [N,K]: N >= 16, K >= 64
 //   dot_bf16<64, 128, 32>(tiles, a, b, c)      bf16 operands as raw bits, f32 sums
-//   dot_bf16<64, 128, 32, true>(tiles, a, b, c)    the same with B[N,K], turned: N and K are 16 or more
+//   dot_bf16<64, 128, 32, true>(tiles, a, b, c)    with B transposed, [N,K]: N, K >= 16
 //
-// An element of C takes its products in the order k = 0, 1, ... K-1, starting from the C given, by one fused
-// multiply-add each. Blocking and vector width only decide which elements are computed side by side, so a
-// result has the same bits for every tile shape and on every machine. Sums of integers do not depend on their
-// order: those of i8 are taken by whatever instruction of the processor takes most of them.
+// An element of C accumulates its products in the order k = 0, 1, ... K-1, starting from the C given, by one
+// fused multiply-add each. Blocking and vector width only decide which elements are computed together, so a
+// result has the same bits for every tile shape and on every machine. Integer sums do not depend on their order:
+// i8 dots use the widest instruction of the processor.
 //
-// M, N and K are powers of two. Rows of A and B may lie further apart than they are long (lda, ldb). Loops
-// take their extents at run time: all shapes of a kernel share one piece of code per register block.
+// M, N and K are powers of two. Rows of A and B have strides (lda, ldb). Loops take their extents at run time:
+// all shapes of a kernel share the code of a register block.
 #pragma once
 #include "simd.h"
 
@@ -36,7 +36,7 @@ constexpr int register_bytes = 16, accumulators = 8;
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
 
-// Lanes that serve a row of n elements: a register full, or the whole row.
+// Lanes for a row of n elements: a full register, or the whole row.
 template <class T> constexpr int lanes_for(int n) { return least(n, register_bytes / (int)sizeof(T)); }
 
 // ---- arithmetic: operands, and the step c + a * b -------------------------------------------------------
@@ -83,7 +83,7 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
 }
 
 // A step takes as many elements along K per lane as fit into it as the `element` given: A as `left` makes it,
-// B widened. `excess`: what the sums come out too large by, per column of B, is in memory beside B.
+// B widened. `excess`: the amount by which sums are too large, per column of B, is stored after B.
 
 // One step along K per lane.
 struct Single {
@@ -96,7 +96,7 @@ struct Single {
   }
 };
 
-// Two steps along K per 32-bit lane, as i16. Clang makes vpdpwssd of the first form by itself.
+// Two steps along K per 32-bit lane, as i16. Clang turns the first form into vpdpwssd by itself.
 struct Pair {
   template <class T> using element = i16;
   static constexpr bool excess = false;
@@ -127,8 +127,8 @@ struct Pair {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define LOOM_DOT_QUAD
-// Four steps along K per 32-bit lane, as i8. The instruction takes A without a sign: A + 128 takes its place, and
-// the excess is 128 times the sum of B's column.
+// Four steps along K per 32-bit lane, as i8. The instruction takes A unsigned, so it gets A + 128; the excess is 128
+// times the sum of B's column.
 struct Quad {
   template <class T> using element = i8;
   static constexpr bool excess = true;
@@ -176,8 +176,8 @@ LOOM_NOINLINE void run(const Element *A, const Element *B, T *C, i64 M, i64 N, i
     }
 }
 
-// The block is as near to square as M and N allow, since a square loads least per step: with 16 accumulators
-// 4x4, or 2x8 for two rows, or 8x2 for two vectors of columns.
+// The block is as close to square as M and N allow, because a square needs the fewest loads per step: with 16
+// accumulators 4x4, or 2x8 for two rows, or 8x2 for two vectors of columns.
 template <class Step, int M, int N, class Element, class T>
 LOOM_INLINE void run_blocked(const Element *A, const Element *B, T *C, i64 K, i64 lda, i64 ldb, i64 ldc,
                              const T *excess = nullptr) {
@@ -190,7 +190,7 @@ LOOM_INLINE void run_blocked(const Element *A, const Element *B, T *C, i64 K, i6
 
 // ---- operands worth converting once for many uses --------------------------------------------------------
 
-// What a step takes of A: rows of elements, each made by Step::left.
+// A as a step takes it: rows of elements, each converted by Step::left.
 template <class Step, int LANES, class From, class To>
 LOOM_NOINLINE void convert_left(const From *from, i64 stride, To *to, i64 rows, i64 cols) {
   for (i64 i = 0; i < rows; i++, from += stride)
@@ -198,17 +198,17 @@ LOOM_NOINLINE void convert_left(const From *from, i64 stride, To *to, i64 rows, 
       store(to, Step::template left<vec<To, LANES>>(load<vec<From, LANES>>(from + j)));
 }
 
-// 4 by 4 elements out of every 16 are turned.
+// Transpose 4 x 4 elements within every 16.
 template <class V, int... I> LOOM_INLINE V turn_fours(V x, sequence<int, I...>) {
   return __builtin_shufflevector(x, x, ((I & ~15) | (I & 3) << 2 | (I >> 2 & 3))...);
 }
-// Four rows of 16 bytes become 16 words of a byte of each.
+// Interleave four rows of 16 bytes into 16 words with a byte of each row.
 template <class V> LOOM_INLINE auto interleave(V a, V b, V c, V d) {
   const auto words = turn_fours(bits<i32x16>(join(join(a, b), join(c, d))), lanes_up_to<16>());
   return bits<i32x16>(turn_fours(bits<i8x64>(words), lanes_up_to<64>()));
 }
 
-// What a step takes of B[K,N]: rows of words, as many elements along K in a word as it has room for.
+// B[K,N] as a step takes it: rows of words, each with as many elements along K as fit.
 template <class Element, int LANES, class From, class Word>
 LOOM_NOINLINE void convert_rows(const From *from, i64 stride, Word *to, i64 rows, i64 cols) {
   constexpr int fold = sizeof(Word) / sizeof(Element);
@@ -229,7 +229,7 @@ LOOM_NOINLINE void convert_rows(const From *from, i64 stride, Word *to, i64 rows
       }
 }
 
-// The same of B[N,K], turned: 16 by 16 words at a time where a register holds 16 of them.
+// B[N,K] as a step takes it, transposed 16 x 16 words at a time if a register holds 16.
 template <class Element, class From, class Word>
 LOOM_NOINLINE void convert_turned(const From *from, i64 stride, Word *to, i64 rows, i64 cols) {
   constexpr int fold = sizeof(Word) / sizeof(Element);
@@ -250,7 +250,7 @@ LOOM_NOINLINE void convert_turned(const From *from, i64 stride, Word *to, i64 ro
   }
 }
 
-// What the sums of a column come out too large by: the step's product of B with an A of zeros.
+// The amount by which a column's sums are too large: the step's product of B with an A of zeros.
 template <class Step, int LANES, class Word>
 LOOM_NOINLINE void sum_excess(const Word *from, Word *to, i64 rows, i64 cols) {
   typedef vec<Word, LANES> V;
@@ -262,7 +262,7 @@ LOOM_NOINLINE void sum_excess(const Word *from, Word *to, i64 rows, i64 cols) {
   }
 }
 
-// A part at a time, such that it stays in the first-level cache: at most 32 KB of A and 16 KB of B.
+// In parts that stay in the L1 cache: at most 32 KB of A and 16 KB of B.
 template <class Step, int M, int N, int K, bool TURNED, class Element, class T>
 LOOM_NOINLINE void run_converted(const Element *A, const Element *B, T *C, i64 lda, i64 ldb) {
   typedef typename Step::template element<T> Wide;
@@ -287,11 +287,11 @@ LOOM_NOINLINE void run_converted(const Element *A, const Element *B, T *C, i64 l
 
 // ---- i8 and bf16 by AMX tiles ------------------------------------------------------------------------------
 
-// The tile registers of the processor, shaped for the dots of one function. A thread of PyTorch may have them
-// shaped for its own library, which expects to find them so: that is what a function leaves behind.
+// The processor's tile registers, configured for the dots of one function. A PyTorch thread may have configured them
+// for its own library, which expects to find that configuration again: a function restores it at its end.
 #if defined(__AMX_TILE__)
 class Tiles {
-  // All eight are 16 rows of 64 bytes; those of A (4 and 5) and of B (6 and 7) are as long as K.
+  // All eight have 16 rows of 64 bytes, except that A's (4 and 5) and B's (6 and 7) extend as far as K.
   struct alignas(64) Shapes {
     u8 palette = 1, start_row = 0, reserved[14] = {};
     u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -309,7 +309,7 @@ class Tiles {
     else asm volatile("tilerelease");
   }
 
-  // Linux gives the tile registers to a process that asks for them.
+  // Linux enables the tile registers for a process that requests them.
   static bool granted() {
     static int answer = -1;
     if (answer < 0) {
@@ -324,7 +324,7 @@ class Tiles {
     return answer;
   }
 
-  // Shapes them for rows of A of so many bytes, if they are there to be used.
+  // Configures them for rows of A of so many bytes, if they are available.
   LOOM_ALWAYS bool shape(int bytes) {
     if (k_bytes == bytes) return true;
     if (!granted()) return false;
@@ -346,10 +346,10 @@ template <int TILE, class T> LOOM_INLINE void tile_load(const T *p, i64 row) {
 template <int TILE, class T> LOOM_INLINE void tile_store(T *p, i64 row) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(row * (i64)sizeof *p), "i"(TILE) : "memory");
 }
-// Of bf16 one instruction takes 32 steps along K, some four times as fast as the arithmetic promised above and
-// different: it sums the even and the odd ones apart, each from zero by fused multiply-adds, adds the two sums,
-// then adds that to C; denormals count as zero on the way in and out. M and N still have no influence on the
-// bits. Of i8 it takes 64 steps, exactly.
+// For bf16, one instruction takes 32 steps along K. It is about four times as fast as the arithmetic promised above,
+// and different: it sums the even and the odd products separately, each from zero by fused multiply-adds, adds the
+// two sums, then adds that to C; denormals are treated as zero on input and output. M and N still do not affect the
+// bits. For i8 it takes 64 steps, exactly.
 template <class T, int C, int A, int B> LOOM_INLINE void tile_dot() {
   if constexpr (__is_same(T, i32)) asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
@@ -357,8 +357,8 @@ template <class T, int C, int A, int B> LOOM_INLINE void tile_dot() {
 
 template <int TILE> struct Tile { static constexpr int tile = TILE; };
 
-// C is computed in strips of 16 rows and one or two tiles of columns. Loads and products of one strip run while
-// the one before it is stored: it has tiles of its own. B is in words, the columns of a strip after one another.
+// C is computed in strips of 16 rows and one or two tiles of columns. Loads and products of one strip overlap with
+// the store of the previous one, which has tiles of its own. B is in words, strip by strip.
 template <bool WIDE, class Element, class T>
 LOOM_NOINLINE void run_tiles(const Element *A, const i32 *B, T *C, i64 M, i64 N, i64 words, i64 lda) {
   constexpr int cols = WIDE ? 32 : 16, fold = 4 / sizeof(Element);
@@ -443,7 +443,7 @@ LOOM_INLINE void dot_i8([[maybe_unused]] Tiles &tiles, const i8 *A, const i8 *B,
   else loom_dot::run_converted<loom_dot::Pair, M, N, K, TURNED>(A, B, C, lda, ldb);
 }
 
-// Up to four rows of A use an element of B once, so that it is converted in passing.
+// Up to four rows of A use an element of B only once, so it is converted on the fly.
 template <int M, int N, int K, bool TURNED = false>
 LOOM_INLINE void dot_bf16([[maybe_unused]] Tiles &tiles, const u16 *A, const u16 *B, f32 *C, i64 lda = K,
                           i64 ldb = TURNED ? K : N) {

@@ -1,4 +1,4 @@
-// Where the time of a kernel goes: ticks of the processor's clock between one nest and the next, on every thread.
+// Time profile of a kernel: ticks of the processor's clock between one nest and the next, on every thread.
 //
 // LOOM_EXPLAIN is the number of nests. Nest 0 is what comes before the first and has no line of its own.
 #pragma once
@@ -35,7 +35,7 @@ LOOM_INLINE void lap(i32 nest) {
   ++laps.spent[1][nest];
 }
 
-// The laps of one program, added to those of all others when it ends, wherever it does.
+// The laps of one program, added to the total when it ends, wherever that is.
 struct Explained {
   Explained() { laps.last = ticks(), laps.nest = 0, ++laps.spent[1][0]; }
   ~Explained() {

@@ -1,8 +1,8 @@
-// The arithmetic of math.h on scalars and on vectors that are at most as wide as a register.
+// The arithmetic of math.h on scalars and on vectors at most as wide as a register.
 #pragma once
 #include "casts.h"
 
-extern "C" {  // of libm, and not among the builtins of every compiler
+extern "C" {  // from libm; not every compiler has builtins for these
 f64 j0(f64) noexcept;
 f64 j1(f64) noexcept;
 f64 y0(f64) noexcept;
@@ -16,7 +16,7 @@ namespace loom_lanes {
 
 // ---- integers ---------------------------------------------------------------------------------------
 
-// Shifts as in PTX: a distance of the width or more shifts everything out. It counts as unsigned.
+// Shifts as in PTX: the distance is unsigned; a distance of the width or more shifts everything out.
 template <class I> constexpr int width_of = sizeof(typename lane<I>::type) * 8;
 template <class I> LOOM_INLINE I shl(I a, I distance) {
   typedef unsigned_of<I> U;
@@ -35,11 +35,11 @@ template <class I> LOOM_INLINE I sar(I a, I distance) {
   return (I)(S)((S)a >> (S)(n < width_of<I> ? n : last));
 }
 
-// Division never traps: x / 0 is all ones and x % 0 is x; the lowest integer / -1 is itself.
+// Division never traps: x / 0 is all ones, x % 0 is x, and the lowest integer / -1 is itself.
 //
 // Lanes up to 32 bits divide as floats, by a reciprocal that is a little too large: the product exceeds the
-// exact quotient by less than 1 / divisor, so truncation gives the integer quotient. When the divisor is the
-// same all through a loop, the compiler takes its reciprocal once, before the loop.
+// exact quotient by less than 1 / divisor, so truncation gives the integer quotient. If the divisor is loop
+// invariant, the compiler hoists its reciprocal out of the loop.
 template <class I> LOOM_INLINE I divide(I a, I b) {
   typedef typename lane<I>::type T;
   if constexpr (lane<I>::count == 1) {
@@ -149,8 +149,8 @@ template <class V> LOOM_INLINE V fma(V a, V b, V c) {
   else if constexpr (__is_same(V, f64)) return __builtin_fma(a, b, c);
   else return in_registers([](auto x, auto y, auto z) LOOM_LAMBDA { return fused(x, y, z); }, a, b, c);
 }
-// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it to such a type is exact:
-// the product is exact, and where the sum is not, of its two neighbours the odd one is taken.
+// a b + c in f64 for a, b, c of 16-bit types, rounded to odd so that rounding it again to such a type is
+// correct: the product is exact, and if the sum is not, the odd one of its two neighbors is the result.
 template <class V> LOOM_INLINE V fma_to_odd(V a, V b, V c) {
   typedef like<V, i64> L;
   V product = a * b, sum = product + c, part = sum - product;
@@ -245,7 +245,7 @@ template <class V> LOOM_INLINE V round(V x) {  // halves away from zero
 
 template <class V> LOOM_INLINE V saturate_to_1(V x) { return lesser(greater(x, splat<V>(0)), splat<V>(1)); }
 
-// One instruction does it with AVX-512, once signalling NaNs, which it lets through, have been made quiet.
+// AVX-512 has one instruction for it, after signaling NaNs, which it passes through, have been made quiet.
 #ifdef LOOM_AVX512
 enum { MINIMUM = 4, MAXIMUM = 5 };
 #define LOOM_RANGE(V, ...) \
@@ -289,7 +289,7 @@ template <class V, class T, class... Ts> LOOM_INLINE V polynomial(V x, T c0, Ts.
   return fma(x, polynomial(x, more...), splat<V>(c0));
 }
 
-// x 2^n, rounded once; n is a whole number from -200 to 200.
+// x 2^n, rounded once; n is an integer from -200 to 200.
 template <class V> LOOM_INLINE V scale(V x, V n) {
 #ifdef LOOM_AVX512
   if constexpr (lane<V>::count > 1)
@@ -340,7 +340,7 @@ template <class V> LOOM_INLINE parts<V> split(V x) {
   I u = bits<I>(subnormal ? x * 0x1p23f : x), e = (u - bits<i32>(root_half)) >> 23;
   return {bits<V>(u - (e << 23)), convert<V>(e) - (subnormal ? splat<V>(23) : splat<V>(0))};
 }
-// A logarithm at 0, infinity, NaN and the negative numbers.
+// A logarithm at 0, infinity, NaN and negative values.
 template <class V> LOOM_INLINE V with_special_cases(V result, V x) {
 #ifdef LOOM_AVX512
   if constexpr (lane<V>::count > 1)
@@ -393,7 +393,7 @@ template <class V> LOOM_INLINE V erf(V x) {
   return copysign(a < splat<V>(0.9f) ? small : large, x);
 }
 
-// sin(x + quarters pi / 2) in f64, where a reduction in two steps serves all |x| < 2^31.
+// sin(x + quarters pi / 2) in f64, where a two-step reduction is enough for all |x| < 2^31.
 template <int QUARTERS, class V> LOOM_INLINE V wave(V x) {
   typedef like<V, i64> L;
   constexpr f64 to_integer = 0x1.8p52;
@@ -433,7 +433,7 @@ template <class V> LOOM_INLINE V rsqrt(V x) {
 
 // ---- what libm has no name for, in f64 --------------------------------------------------------------
 
-// t with erf(t) = x and erfc(t) = y for x in [0, 1] and y = 1 - x: whichever of the two is small is exact.
+// t with erf(t) = x and erfc(t) = y for x in [0, 1] and y = 1 - x, where the smaller of x and y is exact.
 inline f64 inverse_erf(f64 x, f64 y) {
   constexpr f64 big = 0x1p996, log_of_big = 690.3745997645933, half_root_pi = 0.8862269254527580, a = 0.147;
   if (!(y > 0)) return y == 0 ? __builtin_inf() : __builtin_nan("");

@@ -1,14 +1,14 @@
-// Runs the programs of a launch: what a kernel's shared object exports.
+// The function that a kernel's shared object exports: it runs the programs of a launch.
 //
 // A kernel is a function `program(args, p)`; the programs of a grid are independent, so any number of
-// threads may share them out. The threads come from the caller's own OpenMP runtime, handed in as the
-// address of its GOMP_parallel: torch's operators and Loom's kernels then use one pool of threads.
+// threads may share them. The threads come from the caller's own OpenMP runtime, passed as the address of its
+// GOMP_parallel, so that torch's operators and Loom's kernels use one pool of threads.
 #pragma once
 #include "simd.h"
 
 enum { FAILED = 1, TOO_LONG = 2, INTERRUPTED = 3 };  // codes of a failure
 
-// A failure, and the program it happened in. The driver raises what it finds.
+// A failure, and the program in which it happened. The driver raises it as an exception.
 struct Status {
   i32 code;
   i32 program[3];
@@ -29,7 +29,7 @@ struct Program {
   Status *launch;         // that of all threads
 };
 
-// Ends a launch with an error. The program itself goes on; programs not yet begun are skipped.
+// Ends a launch with an error. The program itself continues; programs not yet begun are skipped.
 __attribute__((cold)) LOOM_NOINLINE void fail(const Program &p, const char *message, i32 code = FAILED) {
   Status *status = p.status;
   if (status->code) return;
@@ -48,7 +48,7 @@ template <class T> LOOM_INLINE bool never_ends(T first, T end, T step) {
   return first < end && (step <= 0 || first + ((__int128)end - first + step - 1) / step * step > most);
 }
 
-// A function of witness_runtime.h, which is linked to a kernel or a part of its text.
+// A function of witness_runtime.h, which is either linked to a kernel or part of its text.
 #ifdef LOOM_WITNESS_INSIDE
 #define LOOM_SHARED LOOM_NOINLINE
 #else
@@ -75,8 +75,8 @@ struct Launch {
   i32 workers;           // how many threads have begun
 };
 
-// A thread takes a share of what is left, so a million tiny programs cost a few dozen atomic operations
-// and the last ones, taken one by one, even out programs of unequal length.
+// A thread takes a share of the remaining programs, so a million tiny programs cost a few dozen atomic operations,
+// and the last ones, taken one by one, balance programs of unequal length.
 LOOM_INLINE bool take(Launch &launch, i64 &begin, i64 &end) {
   begin = __atomic_load_n(&launch.next, __ATOMIC_RELAXED);
   do {
@@ -88,7 +88,7 @@ LOOM_INLINE bool take(Launch &launch, i64 &begin, i64 &end) {
   return true;
 }
 
-// Of several threads that fail, the first is heard.
+// If several threads fail, the first failure is reported.
 LOOM_NOINLINE void report(Status *to, const Status &own) {
   i32 none = 0;
   if (!__atomic_compare_exchange_n(&to->code, &none, own.code, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;

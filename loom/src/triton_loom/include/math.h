@@ -1,9 +1,9 @@
 // Arithmetic beyond the operators of C++: the integer operations whose corner cases C++ leaves open, and in
 // namespace loom_math the functions of libm and of CUDA's libdevice by their names there.
 //
-// Everything takes scalars and vectors alike, and a vector gives bit for bit what its lanes give one by one.
+// Everything takes scalars and vectors alike; a vector gives the same bits as its lanes one by one.
 // exp, exp2, log, log2, sin, cos, tanh and erf of f32 are vector code with an error below one unit in the
-// last place over the whole range, subnormals included; what is rarer asks libm lane by lane, in f64.
+// last place over the whole range, subnormals included; rarer functions call libm lane by lane, in f64.
 #pragma once
 #include "lanes.h"
 

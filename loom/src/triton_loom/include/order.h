@@ -1,8 +1,8 @@
-// Which steps of the programs of a launch come before which, and so whether two accesses collide.
+// The order of the steps of a launch's programs, and so whether two accesses collide.
 //
-// Where nothing puts programs in order, a cell holds a program's number, or the last of several with a flag. Where
-// atomics do, a program's steps are cut into segments by its releases. What a program has acquired is a list of the
-// segments that are over, newest first; a cell of readers or updaters holds a set of segments. Lists share their tails.
+// If nothing orders the programs, a cell holds a program's number, or the last of several with a flag. If atomics do,
+// releases cut a program's steps into segments. What a program has acquired is a list of the segments that are over,
+// newest first; a cell of readers or updaters holds a set of segments. Lists share their tails.
 #pragma once
 #include "witness.h"
 
@@ -30,11 +30,11 @@ struct Clock {
   i64 length;
   Clock *rest, *made_before;
 };
-struct Release {  // what an atomic on this address hands over
+struct Release {  // what an atomic on this address publishes
   u64 address;
   Clock *clock;
 };
-struct Actor {  // what a number stands for: a segment of a program, or a set of segments
+struct Actor {  // the meaning of a number: a segment of a program, or a set of segments
   u32 program;        // of a segment
   u32 segment, rest;  // of a set: its newest segment, and the set of the others (0: none)
   u32 larger;         // of a set: the last one that was made of it by adding a segment
@@ -42,7 +42,7 @@ struct Actor {  // what a number stands for: a segment of a program, or a set of
 
 namespace loom {
 
-constexpr u32 SEVERAL = 1u << 31;  // flag of a cell, where nothing is ordered: not this program alone
+constexpr u32 SEVERAL = 1u << 31;  // flag of a cell if nothing is ordered: this program and others
 
 static bool holds(const Clock *clock, u32 program, u32 segment) {
   for (; clock; clock = clock->rest)
@@ -105,13 +105,13 @@ static Clock **release_at(Witness &w, u64 address) {
   return &w.releases[i].clock;
 }
 
-// Whether what a segment did is over, for certain, when the running program goes on.
+// Whether everything that a segment did happened before the running program's next step.
 static bool segment_is_over(const Worker &own, u32 segment) {
   if (segment <= own.witness->base || segment == own.segment) return true;
   const u32 program = actor(*own.witness, segment).program;
   return program == own.number || holds(own.clock, program, segment);
 }
-// The same of whatever a cell names. Gives the number of a program that it is not so for, or 0.
+// The same question for everything that a cell names. Returns the number of a program for which it is false, or 0.
 static u32 still_going(Worker &own, u32 cell, bool is_set) {
   const Witness &w = *own.witness;
   if ((cell & ~SEVERAL) <= w.base) return 0;
@@ -123,8 +123,8 @@ static u32 still_going(Worker &own, u32 cell, bool is_set) {
   own.known_set = cell;
   return 0;
 }
-// A cell of readers or updaters, with the running program added. Those that are over need not be kept: who comes
-// after this program comes after them.
+// A cell of readers or updaters, with the running program added. Those that are over are dropped: whatever comes
+// after this program also comes after them.
 static u32 with_me(Worker &own, u32 cell, bool over) {
   Witness &w = *own.witness;
   if (over) return own.self;
@@ -136,7 +136,7 @@ static u32 with_me(Worker &own, u32 cell, bool over) {
   return actor(w, cell).larger = made;
 }
 
-// Cells of a region from g to past h: notes the access and gives the program that it collides with, or 0.
+// Records an access in cells g to h of a region; returns the program that it collides with, or 0.
 template <Access ACCESS> static u32 collide_slowly(Worker &own, Region &r, u64 g, u64 h, u64 &where) {
   u32 other = 0;
   for (; g < h; ++g) {
@@ -151,7 +151,7 @@ template <Access ACCESS> static u32 collide_slowly(Worker &own, Region &r, u64 g
   }
   return other;
 }
-// Whether n cells hold nothing of this launch but what `self` did.
+// Whether n cells hold nothing of this launch but accesses of `self`.
 LOOM_INLINE bool untouched(const u32 *cells, u64 n, u32 base, u32 self) {
   bool strange = false;
   for (; n >= 16; n -= 16, cells += 16) {

@@ -5,7 +5,7 @@
 extern "C" int printf(const char *, ...);
 extern "C" int snprintf(char *, unsigned long, const char *, ...);
 
-// A line is put together here and printed in one call, so that lines of several threads don't mix.
+// A line is assembled here and printed in one call, so that lines of several threads don't mix.
 struct Line {
   char text[512];
   int length = 0;

@@ -1,8 +1,8 @@
-// Instructions of NVIDIA's PTX, one lane at a time: what `tl.inline_asm_elementwise` executes.
+// Instructions of NVIDIA's PTX, one lane at a time, for `tl.inline_asm_elementwise`.
 //
 // A register is an unsigned integer of its width, or a bool. `as<T>` reads it as the type of an instruction and
-// `raw<R>` writes it. Results that are NaN have PTX's own bits: 0x7FFFFFFF in f32, 0x7FFF in f16 and bf16. Which
-// function serves which instruction says ptx.py.
+// `raw<R>` writes it. NaN results have PTX's canonical bits: 0x7FFFFFFF in f32, 0x7FFF in f16 and bf16. The table in
+// ptx.py maps instructions to functions.
 #pragma once
 #include "math.h"
 
@@ -17,13 +17,13 @@ template <class T, class R> LOOM_INLINE T as(R r) {
   if constexpr (sizeof(T) == sizeof(R)) return bits<T>(r);
   else return bits<T>((word<sizeof(T)>)r);
 }
-// A register wider than the result takes it with its sign, if its type has one.
+// A register wider than the result is sign-extended if the type is signed.
 template <class R, class T> LOOM_INLINE R raw(T x) {
   if constexpr (sizeof(R) == sizeof(T)) return bits<R>(x);
   else if constexpr ((T)0.5 == 0) return (R)x;
   else return (R)bits<word<sizeof(T)>>(x);
 }
-// Neighbouring elements of a tile in one register, the first in the low bits.
+// Neighboring elements of a tile in one register, the first in the low bits.
 template <class R, int BYTES> LOOM_INLINE R take(const void *elements) {
   R r = 0;
   __builtin_memcpy(&r, elements, BYTES);
@@ -33,7 +33,7 @@ template <int BYTES, class R> LOOM_INLINE void give(void *elements, R r) {
   __builtin_memcpy(elements, &r, BYTES);
 }
 
-// A function of lanes of type T on the two lanes of each register.
+// Applies a function of lanes of type T to the two lanes of each register.
 template <class T, class F, class R, class... Rs> LOOM_INLINE R pairs(F f, R first, Rs... more) {
   typedef word<sizeof(T)> W;
   constexpr int width = sizeof(T) * 8;
@@ -60,8 +60,8 @@ template <bool FTZ, bool SAT> LOOM_INLINE f32 result(f32 x) {
   return SAT ? to_unit_interval(x) : x;
 }
 
-// min and max: a number wins over NaN unless NAN_WINS; -0 is less than +0. With XORSIGN of magnitudes, under the
-// product of the signs.
+// min and max: a number wins over NaN unless NAN_WINS; -0 is less than +0. XORSIGN compares magnitudes, and the result
+// has the product of the signs.
 template <bool MAX, bool NAN_WINS, bool XORSIGN, class T> LOOM_INLINE T extreme(T a, T b) {
   typedef word<sizeof(T)> W;
   constexpr W sign_bit = (W)1 << (sizeof(T) * 8 - 1);
@@ -75,7 +75,7 @@ template <bool MAX, bool NAN_WINS, bool XORSIGN, class T> LOOM_INLINE T extreme(
   return XORSIGN ? bits<T>((W)(bits<W>(chosen) | sign)) : chosen;
 }
 
-// As the manual has it: beyond 2^126 the reciprocal of the divisor is flushed.
+// As in the manual: beyond 2^126 the reciprocal of the divisor is flushed to zero.
 LOOM_INLINE f32 div_approx(f32 a, f32 b) {
   f32 size = loom_math::abs(b);
   bool flushed = (size > 0x1p126f) & (size < __builtin_inff());
@@ -87,8 +87,8 @@ LOOM_INLINE f64 copysign(f64 sign, f64 x) { return loom_math::copysign(x, sign);
 
 // ---- f16, bf16 and what is smaller ----------------------------------------------------------------------
 
-// LARGEST is the code of the largest number, INFINITE that of infinity (0 if there is none). Too large a number
-// becomes infinite unless there is no infinity; NaN has no sign.
+// LARGEST is the code of the largest finite value, INFINITE that of infinity (0 if there is none). Too large a value
+// becomes infinite if the format has infinity; NaN has no sign.
 template <int BITS, int MANTISSA, int BIAS, u32 LARGEST, u32 INFINITE, u32 NOT_A_NUMBER> struct format {
   static constexpr int width = BITS, mantissa = MANTISSA, bias = BIAS;
   static constexpr u32 sign = 1u << (BITS - 1), largest = LARGEST, infinite = INFINITE, nan = NOT_A_NUMBER;
@@ -103,8 +103,8 @@ typedef format<4, 1, 1, 0x7, 0, 0x7> e2m1;
 
 enum rounding { NEAREST, TOWARD_ZERO, STOCHASTIC };
 
-// The significand, a whole number, loses `dropped` bits; what they say, and under STOCHASTIC the carry out of
-// adding `random` (of 16 bits) to the highest of them, decides whether the code counts up.
+// The integer significand loses `dropped` bits; their value, or with STOCHASTIC the carry out of adding `random` (16
+// bits) to the highest of them, decides whether the code is incremented.
 template <class F, rounding MODE, bool SATURATES, bool RELU> LOOM_INLINE u32 encode(f32 x, u32 random = 0) {
   constexpr u32 infinity = 0x7F800000;
   constexpr i32 smallest_normal = 128 - F::bias;  // its exponent, as f32 counts them
@@ -166,9 +166,9 @@ template <class F> LOOM_INLINE u32 four(u32 a, u32 b, u32 e, u32 f) {
 template <class F> LOOM_INLINE f32 high_of(u32 two) { return decode<F>(two >> (F::width == 6 ? 8 : F::width)); }
 template <class F> LOOM_INLINE f32 low_of(u32 two) { return decode<F>(two & (2 * F::sign - 1)); }
 
-// The random bits of four numbers: the first two and the last two share sixteen bits each, of which the one reads
-// the highest first and the other the lowest. The manual says which bits a pair shares; the order within them is
-// what has been measured on sm_100.
+// The random bits of four values: the first two and the last two share sixteen bits each; one of a pair reads the
+// highest first, the other the lowest. The manual says which bits a pair shares; the order within them is taken from
+// others' results on sm_100 and not verified here.
 LOOM_INLINE u32 reversed16(u32 x) { return loom_math::brev((u32)x) >> 16; }
 LOOM_INLINE u32 of_two_bytes(u32 random, int first) { return (random >> (16 + first) & 0xFF) << 8 | (random >> first & 0xFF); }
 template <class F, bool RELU> LOOM_INLINE u32 encode_four(f32 a, f32 b, f32 e, f32 f, u32 random) {
@@ -201,7 +201,7 @@ template <int MODE> LOOM_INLINE u32 tf32(f32 x) {
 
 // ---- between floats and integers -----------------------------------------------------------------------
 
-// A whole number as an integer, clamped. NaN is 0, or only the highest bit where 64 bits take part.
+// An integral value as an integer, clamped. NaN gives 0, or only the highest bit set if 64 bits are involved.
 template <class I, bool WIDE> LOOM_INLINE I whole(f64 x) {
   constexpr int width = sizeof(I) * 8;
   constexpr f64 end = (f64)((u64)1 << (width - 1 - is_signed<I>)) * 2, begin = is_signed<I> ? -end : 0;
@@ -220,7 +220,7 @@ template <class I> LOOM_INLINE f32 odd_from(I x) {
 // ---- integers --------------------------------------------------------------------------------------------
 
 template <class T> LOOM_INLINE T left(T a, u32 n) { return n < sizeof(T) * 8 ? (T)(a << n) : (T)0; }
-template <class T> LOOM_INLINE T right(T a, u32 n) {  // of a signed number with copies of its sign
+template <class T> LOOM_INLINE T right(T a, u32 n) {  // sign-extending for signed T
   constexpr u32 last = sizeof(T) * 8 - 1;
   return is_signed<T> ? (T)(a >> (n < last ? n : last)) : n <= last ? (T)(a >> n) : (T)0;
 }
@@ -233,7 +233,7 @@ template <class T> LOOM_INLINE T high_product(T a, T b) {
   if constexpr (is_signed<T>) return (T)((__int128)a * b >> sizeof(T) * 8);
   else return (T)((unsigned __int128)a * b >> sizeof(T) * 8);
 }
-// The lowest n bits set; all of them from the width on.
+// The lowest n bits set; all of them if n is the width or more.
 template <class U> LOOM_INLINE U low_bits(u32 n) { return n < sizeof(U) * 8 ? (U)(((U)1 << n) - 1) : (U)~(U)0; }
 template <class T> LOOM_INLINE T extract(T a, u32 position, u32 length) {
   typedef word<sizeof(T)> U;
@@ -250,7 +250,7 @@ template <class U> LOOM_INLINE U insert(U field, U into, u32 position, u32 lengt
   U place = left<U>(low_bits<U>(length), position);
   return (into & ~place) | (left<U>(field, position) & place);
 }
-// By one input after another: where a is set the upper half of the table counts, elsewhere the lower one.
+// One input after another: the upper half of the table applies where a is set, the lower half elsewhere.
 template <u32 TABLE> LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c) {
   auto by_c = [&](u32 rows) LOOM_ALWAYS { return (rows & 2 ? c : 0) | (rows & 1 ? ~c : 0); };
   auto by_b = [&](u32 rows) LOOM_ALWAYS { return (b & by_c(rows >> 2)) | (~b & by_c(rows)); };

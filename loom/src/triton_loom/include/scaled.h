@@ -11,7 +11,7 @@
 
 namespace loom_scaled {
 
-// Two codes of four bits share a byte, the first in its low half: neighbours in a row, or in a column.
+// Two 4-bit codes share a byte, the first in its low half: neighbors in a row, or in a column.
 enum packing { PLAIN, BY_COLUMNS, BY_ROWS };
 
 constexpr int least(int a, int b) { return a < b ? a : b; }

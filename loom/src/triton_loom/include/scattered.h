@@ -1,4 +1,4 @@
-// Chunks whose lanes lie anywhere in memory. As in tile.h, a lane that is off is never touched.
+// Chunks whose lanes are anywhere in memory. As in tile.h, an inactive lane is never touched.
 #pragma once
 #include "tile.h"
 
@@ -44,7 +44,7 @@ template <class V, class I> LOOM_INLINE V gather(pointer_to<V> p, I offset) {
   return gather_lanes<V, I>(p, offset, splat<like<V, i32>>(-1), V{});
 }
 
-// Lanes that each have an address of their own.
+// Lanes with individual addresses.
 template <class V> LOOM_NOINLINE V load_at(like<V, i64> address, like<V, i32> m, V other) {
   typename lane<V>::type lanes[lane<V>::count];
   store(lanes, other);

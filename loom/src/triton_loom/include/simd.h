@@ -1,4 +1,4 @@
-// The vocabulary of generated kernels: element types, vectors of them, and how they meet memory.
+// The vocabulary of generated kernels: element types, their vectors, and loads and stores.
 //
 // A tile is processed in chunks of W lanes along its last dimension; W is 1, 2, 4, ... 64. A chunk is a
 // plain GCC/Clang vector, so `a + b`, `a < b` and `m ? a : b` are the language's own operators, and the
@@ -6,7 +6,7 @@
 //
 //   f32x16 x = load<f32x16>(p);     mask m = x < y   (an i32x16 of 0 / -1; for scalars a bool)
 //
-// Number types that C++ lacks are carried as raw bits: bf16, f16 as u16 and the four FP8 types as u8.
+// Float types that C++ lacks are carried as raw bits: bf16 and f16 as u16, the four FP8 types as u8.
 // Compiled with -fwrapv, -fno-strict-aliasing, -ffp-contract=off: integers wrap, floats round once per step.
 #pragma once
 
@@ -71,8 +71,8 @@ template <class To, class From> LOOM_INLINE To bits(From x) {
 
 // ---- vectors of other widths ------------------------------------------------------------------------
 
-// Bytes of the widest vector register. A wider vector is lowered by the compiler to several registers; GCC
-// does that well for arithmetic and memory but sends shuffles through the stack, hence the two ways below.
+// Bytes of the widest vector register. The compiler lowers a wider vector to several registers; GCC does that well
+// for arithmetic and memory but sends shuffles through the stack, hence the two ways below.
 #if defined __AVX512BW__
 #define LOOM_REGISTER 64
 #elif defined __AVX2__
@@ -135,15 +135,15 @@ template <int N, class V> LOOM_INLINE vec<typename lane<V>::type, N> resize(V x)
 
 #define LOOM_LAMBDA __attribute__((always_inline))
 
-// by_registers<T>(f, x, ...): f on as many lanes at a time as a register holds Ts. Without it, comparing and
-// selecting vectors wider than a register goes lane by lane in GCC 12.
+// by_registers<T>(f, x, ...): f on as many lanes at a time as a register holds Ts. Without it, GCC 12 compares and
+// selects vectors wider than a register lane by lane.
 template <class T, class F, class V, class... Vs> LOOM_INLINE auto by_registers(F f, V x, Vs... more) {
   if constexpr (lane<V>::count * sizeof(T) <= LOOM_REGISTER) return f(x, more...);
   else
     return join(by_registers<T>(f, low_half(x), low_half(more)...),
                 by_registers<T>(f, high_half(x), high_half(more)...));
 }
-// in_pieces<N>(f, x, ...): f on exactly N lanes at a time, narrower vectors filled up.
+// in_pieces<N>(f, x, ...): f on exactly N lanes at a time, with narrower vectors padded.
 // in_registers(f, x, ...): f on full registers, or on 16 or 32 bytes if x is that small.
 template <int N, class F, class V, class... Vs> LOOM_INLINE auto in_pieces(F f, V x, Vs... more) {
   constexpr int n = lane<V>::count;
@@ -222,8 +222,8 @@ template <class To, class From> LOOM_INLINE To convert_lanes(From x) {
   return __builtin_convertvector(x, To);
 }
 #else
-// GCC 12 widens bytes to words one lane at a time and cuts every other widening into two halves, so the
-// instructions that widen are named here; narrowing inside a register is a shuffle, which it does well.
+// GCC 12 widens bytes to words one lane at a time and splits every other widening in two halves, so the widening
+// instructions are named here; narrowing inside a register is a shuffle, which GCC does well.
 template <class To, class From> struct widening { static constexpr bool native = false; };
 #define LOOM_WIDENING(FROM, TO, N, OPERAND, ...)                                                           \
   template <> struct widening<vec<TO, N>, vec<FROM, N>> {                                                  \
@@ -317,7 +317,7 @@ template <class V> LOOM_INLINE V interleave_low(V a, V b) {
 template <class V> LOOM_INLINE V interleave_high(V a, V b) {
   return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
-// Rows become columns: interleaving halves four times turns a 16 x 16 block.
+// Transposition: interleaving halves four times transposes a 16 x 16 block.
 template <class V> LOOM_INLINE void turn(V (&a)[16]) {
   V b[16];
 #pragma GCC unroll 4

@@ -1,22 +1,21 @@
-// Sorting networks on a tile that lies in cache: what tl.sort and tl.topk are made of.
+// Sorting networks on a tile in cache, for tl.sort and tl.topk.
 //
 //   static const auto f32_key = [](auto x) LOOM_LAMBDA { return x; };
 //   static const Merge merges[] = {{1, 1, 2, false}, {2, 1, 0, false}};
 //   sort_network<64>(tile, merges, f32_key);     sixteen runs of four
 //
-// A compare-and-swap of x at one place of a pair and y at the other leaves, at the place of x,
+// A compare-and-swap of x at one position of a pair and y at the other leaves, at the position of x,
 //
 //   smaller(x, y) = x > y ? y : x       or       larger(x, y) = x > y ? x : y
 //
-// where numbers are compared by their key. The two places decide for themselves: of two that are equal (+0 and -0) or
-// not comparable (NaN), both get the one that was at the lower place, or at the higher one if descending. So Triton
-// defines it, and so it is here, bit for bit.
+// where elements are compared by their key. The two positions decide independently: if the elements are equal (+0 and
+// -0) or unordered (NaN), both positions get the one from the lower position, or from the higher one if descending.
+// This is Triton's definition, reproduced bit for bit.
 #pragma once
 #include "tile.h"
 
-// Compare-and-swaps at the distances first, first / 2, ... last. The higher place gets the larger number: not where
-// (position & flip) != 0, and not if descending, but so where both hold. All are powers of two; first < flip, or
-// flip is 0.
+// Compare-and-swaps at the distances first, first / 2, ... last. The higher position gets the larger element unless
+// exactly one of (position & flip) != 0 and `descending` holds. All are powers of two; first < flip, or flip is 0.
 struct Merge {
   i32 first, last, flip;
   bool descending;
@@ -59,8 +58,8 @@ template <int DISTANCE, class V, int... I> LOOM_INLINE V swapped(V x, sequence<i
   return __builtin_shufflevector(x, x, (I ^ DISTANCE)...);
 }
 
-// The distances of a merge from DISTANCE down, inside of a vector. A lane takes the larger of a pair if it has the bit
-// DISTANCE among its `places`: its position, or the complement of that where the merge is descending.
+// The distances of a merge from DISTANCE down, inside a vector. A lane takes the larger of a pair if the bit DISTANCE
+// is set in its `places`: its position, or the complement of that where the merge is descending.
 template <int DISTANCE, class V, class I, class Key>
 LOOM_INLINE V exchange_near(V x, I places, const Merge &merge, Key key) {
   if constexpr (DISTANCE == 0) return x;
@@ -89,7 +88,7 @@ LOOM_INLINE void merge_run(T *run, i64 position, i64 count, const Merge &merge, 
   }
 }
 
-// A run that no merge reaches beyond is sorted whole before the next one, so that it stays in the first-level cache.
+// A run that no merge reaches beyond is sorted completely before the next one, so that it stays in the L1 cache.
 template <int W, class T, class Key>
 LOOM_NOINLINE void merge_all(T *tile, i64 size, const Merge *merges, int count, Key key) {
   i64 run = W;
@@ -101,7 +100,7 @@ LOOM_NOINLINE void merge_all(T *tile, i64 size, const Merge *merges, int count, 
 
 }  // namespace loom_sort
 
-// Networks of one type share their code if they are given the same key.
+// Networks of one type share their code if they have the same key.
 template <int SIZE, class T, int COUNT, class Key>
 LOOM_INLINE void sort_network(T *tile, const Merge (&merges)[COUNT], Key key) {
   constexpr int full = LOOM_REGISTER / sizeof(key(T())), W = full < SIZE ? full : SIZE;

@@ -1,14 +1,14 @@
-// Ends a `while` loop of a kernel that lasts too long, or that a user interrupts.
+// Ends a `while` loop of a kernel that takes too long, or that a user interrupts.
 //
-// A loop counts its rounds down and asks here every few milliseconds at most. Ctrl-C reaches a launch from its first
-// long loop on: that puts a handler before the one of Python, which hears of the signal all the same.
+// A loop counts its rounds down and checks here every few milliseconds at most. Ctrl-C reaches a launch from its first
+// long loop on, which installs a handler before Python's; Python's handler is still called.
 #pragma once
 #include <signal.h>
 #include <time.h>
 
 #include "launch.h"
 
-// What the launches of a process share. Python hands in a zeroed one.
+// State shared by the launches of a process. Python passes a zeroed one.
 struct Interrupts {
   i32 lock, loops;  // how many loops are listening
   i32 count;        // of signals while one was
@@ -25,8 +25,8 @@ static void hear(int signal, siginfo_t *about, void *context) {
   if (heard->before.sa_flags & SA_SIGINFO) heard->before.sa_sigaction(signal, about, context);
   else heard->before.sa_handler(signal);
 }
-// The first loop to listen installs a handler. The last one takes it away, unless somebody else has: LLVM's own one, which
-// Triton brings along, puts back what was there before it as soon as it is called.
+// The first loop to listen installs a handler. The last one removes it, unless somebody else has: LLVM's handler, which
+// comes with Triton, restores its predecessor as soon as it is called.
 static void listen(Interrupts &all, i32 change) {
   while (__atomic_exchange_n(&all.lock, 1, __ATOMIC_ACQUIRE)) sched_yield();
   struct sigaction now;
@@ -49,12 +49,12 @@ LOOM_INLINE f64 now() {
 
 }  // namespace loom
 
-// One run of a loop. It `only_waits` if no round does more than look at memory.
+// One run of a loop. It `only_waits` if no round does more than read memory.
 struct Spin {
   const Program &p;
   const char *const line;
   const bool only_waits;
-  i32 rounds = FIRST;  // until the next question
+  i32 rounds = FIRST;  // until the next check
   i64 asked = 0;       // rounds so far
   f64 begun = 0, last = 0;
   bool listening = false;
@@ -68,7 +68,7 @@ struct Spin {
     if (listening) loom::listen(*p.launch->interrupts, -1);
   }
 
-  // How many rounds may follow; none if the program has to end.
+  // The number of rounds until the next check; 0 if the program must end.
   __attribute__((noinline)) i32 go_on() {
     asked += rounds;
     if (only_waits) sched_yield();
@@ -92,7 +92,7 @@ struct Spin {
     return rounds;
   }
 
-  // Whether what the loop waits for can't happen: the program that would do it begins only after this one.
+  // Whether the loop waits forever: the program that would end the wait begins only after this one.
   bool in_vain() const {
     const i64 programs = (i64)p.grid[0] * p.grid[1] * p.grid[2];
     return p.threads < programs && asked >= (p.threads == 1 ? 1 << 20 : 1 << 28);

@@ -1,4 +1,4 @@
-// How chunks of a tile meet masks, strided and scattered memory, and each other.
+// Chunks of a tile: masks, strided access, reductions and transposition.
 #pragma once
 #include "simd.h"
 
@@ -58,7 +58,7 @@ template <int W> LOOM_INLINE vec<i32, W> first_mask(i64 count) {
   return iota<vec<i32, W>>() < splat<vec<i32, W>>(clamped);
 }
 
-// Two tiles, each given by its first and last element: the same addresses, or none in common.
+// Whether two tiles, each given by its first and last element, are identical or disjoint in memory.
 template <class A, class B> LOOM_INLINE bool same_or_apart(A *a_first, A *a_last, B *b_first, B *b_last) {
   const u64 a0 = (u64)a_first, a1 = (u64)a_last, b0 = (u64)b_first, b1 = (u64)b_last;
   const u64 a_low = a0 < a1 ? a0 : a1, a_high = a0 < a1 ? a1 : a0;
@@ -67,7 +67,7 @@ template <class A, class B> LOOM_INLINE bool same_or_apart(A *a_first, A *a_last
   return a_high + sizeof(A) <= b_low || b_high + sizeof(B) <= a_low;
 }
 
-// Asks for BYTES of memory that will be read or written soon. There may be no memory there.
+// Prefetches BYTES of memory that will be read or written soon. The address may be invalid.
 enum purpose { READ, WRITE };
 template <purpose P, int BYTES> LOOM_INLINE void prefetch(const void *p) {
 #pragma GCC unroll 32
@@ -75,8 +75,8 @@ template <purpose P, int BYTES> LOOM_INLINE void prefetch(const void *p) {
 }
 
 // ---- loads: `first` lanes of a chunk, masked lanes, strided ones -------------------------------------------
-// A lane that is off is never touched in memory. The common case (all lanes on) is one vector access; the
-// rest is out of line, because it only happens at the ragged edge of a tensor.
+// Memory of an inactive lane is never touched. The common case (all lanes active) is one vector access; the rest is out
+// of line, because it only happens at the edge of a tensor.
 
 template <class V> using pointer_to = const typename lane<V>::type *;
 
@@ -113,7 +113,7 @@ template <class V> LOOM_NOINLINE V load_strided_lanes(pointer_to<V> p, i64 step,
     if (m[l]) lanes[l] = p[l * step];
   return load<V>(lanes);
 }
-// A step that is only known when the kernel runs is often 1.
+// A step that is only known at run time is often 1.
 template <class V> LOOM_INLINE V load_strided(pointer_to<V> p, i64 step, like<V, i32> m, V other) {
   return step == 1 ? load_masked<V>(p, m, other) : load_strided_lanes<V>(p, step, m, other);
 }
@@ -156,9 +156,9 @@ template <class V> LOOM_INLINE void store_interleaved(pointer_into<V> p, V a, V 
 }
 
 // ---- reductions -------------------------------------------------------------------------------------------
-// S<W> is what a reduction carries in W lanes: generated with the combining function `take`, and its halves.
-// The order is fixed: chunks go round-robin to four running values (which hides the latency of an addition), then
-// those are combined pairwise, then the lanes by halves.
+// S<W> is the state of a reduction in W lanes, generated with the combining function `take`, and its halves.
+// The order is fixed: chunks go round-robin to four running values (which hides the latency of an addition); these
+// are combined pairwise, then the lanes by halves.
 
 template <int STEP, int EXTENT, class Chunk> LOOM_INLINE auto reduce(Chunk chunk) {
   constexpr int TRIPS = EXTENT / STEP, ROUND = 4 * STEP;
@@ -224,7 +224,7 @@ template <int BATCH, int ROWS, int COLUMNS, class T> LOOM_NOINLINE void transpos
 
 // ---- atomics ------------------------------------------------------------------------------------------------
 
-// Replaces *p by f(*p) in one indivisible step and gives the old value; compares bits, so NaN is no trap.
+// Atomically replaces *p by f(*p) and returns the old value; compares bits, so NaN is no problem.
 template <class T, class F> LOOM_INLINE T atomic_update(T *p, F f) {
   typedef typename int_of<sizeof(T)>::type word;
   word before = __atomic_load_n((word *)p, __ATOMIC_RELAXED);

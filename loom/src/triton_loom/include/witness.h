@@ -1,12 +1,12 @@
-// What an instrumented kernel does at every access to memory. LOOM_WITNESS is a sum: 1 checks accesses, 2 counts them.
+// Instrumentation of a kernel's memory accesses. LOOM_WITNESS is a sum: 1 checks accesses, 2 counts them.
 //
-// An access that is checked must lie on an element of the tensor argument that its pointer came from, read only bytes
-// that somebody has written, and touch no byte that another program of the launch writes (or writes a byte that
-// another one touches) unless both do it atomically or atomics put one after the other. An access that is refused
-// reads zeros or writes nothing, so a wrong kernel runs to its end and all of its mistakes are heard of.
+// A checked access must be to an element of the tensor argument that its pointer came from, must read only bytes that
+// have been written, and must not touch a byte that another program of the launch writes (or write a byte that another
+// one touches) unless both accesses are atomic or atomics order them. A refused access reads zeros or writes nothing,
+// so a wrong kernel runs to its end and all of its mistakes are reported.
 //
-// The checks themselves are in witness_runtime.h. Here is what a kernel's own code has of them: the quick answer, for an
-// access that is plainly inside of a tensor about which no more has to be known, and the way to the full one.
+// The checks themselves are in witness_runtime.h. The part in a kernel's own code is here: the fast path, for an access
+// that is plainly inside a tensor and needs no further check, and the call of the full check.
 #pragma once
 #include "tile.h"
 #include "witness_data.h"
@@ -17,8 +17,8 @@ namespace loom {
 
 enum Access { LOAD, STORE, UPDATE };
 
-// An address that was chosen when the program ran: above it is the number of its argument, from 1 on (ir/choices.py). 0 of
-// one that was found in memory. A program may have gone astray by up to 2^46 bytes either way.
+// An address that was chosen at run time: the bits above it hold the number of its argument, from 1 on (ir/choices.py),
+// or 0 if it was read from memory. The address may be out of bounds by up to 2^46 bytes either way.
 constexpr int NUMBER_BIT = 48;
 
 LOOM_INLINE i32 number_of(const Program &p, u64 address) {
@@ -29,10 +29,10 @@ LOOM_INLINE i32 number_of(const Program &p, u64 address) {
 __attribute__((cold))
 LOOM_SHARED void found(const Program &p, i32 site, Kind kind, i32 argument, u64 address, i64 value, i64 other);
 
-// Of n bytes that are elements of the argument: have they been written, does another program touch them?
+// Checks n bytes that are elements of the argument: have they been written, does another program touch them?
 template <Access ACCESS> LOOM_SHARED void check(const Program &p, i32 site, i32 argument, u64 address, i64 n);
 
-// Whether the access may happen. A chunk (WHOLE) that may not is silent about it: its lanes ask one by one.
+// Whether the access is allowed. A chunk (WHOLE) that is not reports nothing: its lanes are checked one by one.
 template <Access ACCESS, bool WHOLE>
 LOOM_SHARED bool access_any(const Program &p, i32 site, i32 argument, u64 address, i64 n);
 
@@ -41,7 +41,7 @@ LOOM_INLINE void tally(const Program &p, Tally &t, u64 address, i64 n) {
   const u32 number = p.worker->number;
   const u64 from = address - t.sectors_low;
   t.requested += n;
-  if (!t.touched) return;  // a bare address: nobody knows what is there
+  if (!t.touched) return;  // a bare address: its extent is not known
   // bits that fill a pair of bytes or a word need no care for what other threads add
   if (n == 32 && from % 32 == 0) t.touched[from / 32] = ~0u;
   else if (n == 16 && from % 16 == 0) ((u16 *)t.touched)[from / 16] = 0xFFFF;
@@ -80,22 +80,22 @@ template <> struct integer_of<4> { typedef u32 type; };
 template <> struct integer_of<8> { typedef u64 type; };
 template <class V> using bits = typename integer_of<sizeof(typename lane<V>::type)>::type;
 
-// The steps after a release are a new segment. The lanes of one atomic release together, so they don't ask.
+// The steps after a release are a new segment. The lanes of one atomic release together, so they don't check this.
 LOOM_SHARED void begin_segment(Worker &own);
 LOOM_INLINE void after_release(const Program &p) {
   if (__builtin_expect(p.worker->released, 0)) begin_segment(*p.worker);
 }
 
-// What comes before and after one atomic operation that puts programs in an order. No other takes place in between.
+// Begin and end of one atomic operation that orders programs. No other one takes place in between.
 LOOM_SHARED void acquire(Worker &own, u64 address, i32 order);
 LOOM_SHARED void release(Worker &own, u64 address, i32 order);
 
 }  // namespace loom
 
 // ---- what generated code calls -------------------------------------------------------------------------------
-// `site` and `argument` are numbers that the compiler knows; V is a chunk of memory, or one element.
+// `site` and `argument` are compile-time constants; V is a chunk of memory, or one element.
 
-// The address itself. An argument that the compiler does not know is -1: then there may be a number above it.
+// The address itself. An argument that is unknown at compile time is -1: then a number may be in the bits above it.
 template <class T> LOOM_INLINE T *bare(const Program &p, i32 argument, T *pointer) {
   return argument >= 0 ? pointer : (T *)((u64)pointer - ((u64)loom::number_of(p, (u64)pointer) << loom::NUMBER_BIT));
 }
@@ -145,8 +145,8 @@ LOOM_INLINE void begin_atomic(const Program &p) {
   if (loom::CHECKS) loom::after_release(p);
 }
 
-// One indivisible update and, by its memory order, the start or the end of what other programs may rely on. They can't rely
-// on one whose scope is the CTA, that is, the program: to them it is a plain load and a plain store.
+// One atomic update that acquires or releases according to its memory order. If its scope is the CTA, that is, the
+// program, other programs can't rely on it: to them it is a plain load and a plain store.
 template <class T, class F>
 LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer, bool m, i32 order, F update) {
   if (order == OF_ONE_PROGRAM) {
@@ -163,7 +163,7 @@ LOOM_NOINLINE T seen_atomic(const Program &p, i32 site, i32 argument, T *pointer
   return old;
 }
 
-// Integers that offsets, masks and loops are made of: the exact result must be one of their type.
+// Integers of offsets, masks and loops: the exact result must fit their type.
 template <int BITS, bool SIGNED> LOOM_INLINE bool is_integer(i64 exact) {
   constexpr i64 low = SIGNED ? -(1ll << (BITS - 1)) : 0, high = low + (1ll << BITS);
   return __builtin_expect(exact >= low && exact < high, 1);
@@ -173,7 +173,7 @@ LOOM_INLINE bool fits(const Program &p, i32 site, i64 exact) {
   loom::found(p, site, OVERFLOW, -1, 0, exact, 0);
   return false;
 }
-// The lanes whose result is none: of W equally spaced ones the first and the last tell whether there are any.
+// The lanes whose result does not fit: if W lanes are equally spaced, the first and the last decide whether any exist.
 template <int BITS, bool SIGNED, int W> LOOM_INLINE u64 lanes_outside(i64 first, i64 last) {
   if (is_integer<BITS, SIGNED>(first) && is_integer<BITS, SIGNED>(last)) return 0;
   u64 outside = 0;

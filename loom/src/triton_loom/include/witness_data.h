@@ -1,11 +1,11 @@
-// What a launch of an instrumented kernel keeps: the structures that Python hands in (witness/abi.py has the same ones),
-// and each thread's own account.
+// State of a launch of an instrumented kernel: the structures that Python passes (mirrored in witness/abi.py), and each
+// thread's own tallies.
 #pragma once
 #include "launch.h"
 
 enum Kind { LOAD_OUTSIDE, STORE_OUTSIDE, UNWRITTEN, RACE, OVERFLOW, PROMISE, UNDEFINED, KINDS };
 
-struct Finding {  // of one kind at one site: how often, and the first in full
+struct Finding {  // of one kind at one site: the count, and the first occurrence
   i64 count;
   i32 program[3];
   i32 argument;  // its position among the pointers, or -1
@@ -34,8 +34,8 @@ struct Argument {
   Direction direction[2];              // loads, stores
 };
 
-// A cell says who did something to a few bytes. Programs are numbered by their position in the grid, on from launch to
-// launch: numbers up to `Witness::base` belong to earlier launches, so cells need not be cleared between them.
+// A cell records who accessed a few bytes. Programs are numbered by their position in the grid, continuing from launch
+// to launch: numbers up to `Witness::base` belong to earlier launches, so cells need not be cleared between them.
 struct Region {  // memory that programs write, through one argument or several
   u64 low, high;
   i32 shift;             // one cell for 1 << shift bytes
@@ -44,7 +44,7 @@ struct Region {  // memory that programs write, through one argument or several
   u32 *reader, *updater; // the programs that read, that updated
 };
 
-struct Shadow {  // memory that was allocated without being written: a bit per byte says what has been since
+struct Shadow {  // memory that was allocated but not written: a bit per byte says what has been written since
   u64 low, high;
   u8 *written;
   i32 loaded;
@@ -69,7 +69,7 @@ struct Witness {
   void *workers_memory;
   struct Actor *actors;      // [number - base]
   struct Clock *clocks;      // all that were made
-  struct Release *releases;  // a hash table of addresses that programs have synchronised by
+  struct Release *releases;  // a hash table of addresses that programs have synchronized by
   u64 actor_capacity, release_count, release_capacity;
 };
 

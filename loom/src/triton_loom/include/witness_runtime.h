@@ -1,5 +1,5 @@
-// The part of an instrumented kernel that is the same for all: compiled once for each LOOM_WITNESS and linked to them,
-// or part of a kernel's own text where LOOM_WITNESS_INSIDE is defined.
+// The common part of instrumented kernels: compiled once for each LOOM_WITNESS and linked to them, or part of a
+// kernel's own text if LOOM_WITNESS_INSIDE is defined.
 #pragma once
 #include "witness.h"
 #include "order.h"
@@ -18,7 +18,7 @@ LOOM_SHARED void found(const Program &p, i32 site, Kind kind, i32 argument, u64 
 
 // ---- is it an element of the argument? -------------------------------------------------------------------
 
-// Whether n bytes from `offset` on lie in one run of dimensions d, d + 1, ...
+// Whether n bytes from `offset` on are in one run of dimensions d, d + 1, ...
 static bool in_a_run(const Argument &a, i32 d, i64 offset, i64 n) {
   if (d == a.rank) return offset >= 0 && offset + n <= a.run;
   i64 i = offset / a.stride[d];
@@ -44,10 +44,10 @@ LOOM_INLINE i32 owner(const Witness &w, i32 argument, u64 address, i64 n) {
 }
 
 // ---- has somebody written it? ----------------------------------------------------------------------------
-// A byte of the shadow stands for 8 bytes of memory. Fresh memory holds a pattern made of its addresses; where the
-// pattern is gone, something that is no kernel has written.
+// A byte of the shadow stands for 8 bytes of memory. Fresh memory holds a pattern computed from its addresses; where
+// the pattern is gone, something other than a kernel has written.
 
-// Bytes from 0xA0 to 0xAF: no zero, no one, no small integer. It repeats every 4096 words.
+// Bytes from 0xA0 to 0xAF: not zero, one, or any small integer. The pattern repeats every 4096 words.
 LOOM_INLINE u64 poison(u64 address) {
   return (address >> 3 & 4095) * 0x9E3779B97F4A7C15ull >> 4 & 0x0F0F0F0F0F0F0F0Full | 0xA0A0A0A0A0A0A0A0ull;
 }
@@ -100,7 +100,7 @@ LOOM_SHARED void begin_segment(Worker &own) {
   new_segment(own);
 }
 
-// Threads that meet at the same cells take turns, by stripes of memory.
+// Threads that access the same cells take turns, by stripes of memory.
 constexpr u64 STRIPE = 4096, LOCKS = 256;
 
 // ---- an access of n bytes ------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ LOOM_SHARED void end(Witness &w, i32 threads) {
 
 LOOM_SHARED Worker *worker(Witness &w, i32 thread) { return w.workers + thread; }
 
-// Of a dry launch's programs, the first, the last, and some spread between them along each axis of the grid.
+// The sample of a dry launch's programs: the first, the last, and some in between along each axis of the grid.
 static bool in_the_sample(const Program &p) {
   const i32 axes = (p.grid[0] > 1) + (p.grid[1] > 1) + (p.grid[2] > 1);
   const i32 most = axes <= 1 ? 4096 : axes == 2 ? 64 : 16;
@@ -290,7 +290,7 @@ LOOM_SHARED bool enter(const Program &p, i64 position) {
   return true;
 }
 
-#ifndef LOOM_WITNESS_INSIDE  // all that any kernel may call
+#ifndef LOOM_WITNESS_INSIDE  // every function that a kernel may call
 
 template void check<LOAD>(const Program &, i32, i32, u64, i64);
 template void check<STORE>(const Program &, i32, i32, u64, i64);

@@ -1,2 +1,5 @@
-"""TTIR as Loom sees it: `ttir` (the classes), `scanner` and `reader` (from text), `rewrite` and
-`sorting` (before code is generated), `provenance` (where pointers and offsets come from)."""
+"""Loom's view of TTIR.
+
+`ttir` has the classes, `scanner` and `reader` parse the text, `rewrite` and `sorting` prepare for code generation,
+and `provenance` traces pointers and offsets to their origins.
+"""

@@ -1,4 +1,4 @@
-"""Where pointers and offsets come from, through arithmetic, loops and branches."""
+"""Origins of pointers and offsets, traced through arithmetic, loops and branches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .ttir import Block, Function, Op, Pointer, Value, element_of
 
 
 def root_of(value: Value) -> Value | None:
-    """The value that a pointer was made from by adding offsets, if there is just one."""
+    """Return the value from which a pointer was derived by adding offsets, if it is unique."""
     seen: set[Value] = set()
     roots: set[Value] = set()
 
@@ -17,7 +17,7 @@ def root_of(value: Value) -> Value | None:
         if value in seen:
             return
         seen.add(value)
-        sources = _same_or_moved(value)
+        sources = _sources(value)
         if sources is None:
             roots.add(value)
         for source in sources or ():
@@ -30,8 +30,8 @@ def root_of(value: Value) -> Value | None:
 _MOVES = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast"}
 
 
-def _same_or_moved(value: Value) -> list[Value] | None:
-    """The values that this one equals or is an offset from; None if it is its own beginning."""
+def _sources(value: Value) -> list[Value] | None:
+    """Return the values that this one equals or is an offset from; None if it is a root."""
     op = value.producer
     if op is None:
         return _carried(value)
@@ -45,7 +45,7 @@ def _same_or_moved(value: Value) -> list[Value] | None:
 
 
 def _carried(value: Value) -> list[Value] | None:
-    """What an argument of a loop's body starts as and becomes; None for the arguments of a function."""
+    """Return the initial and the updated value of a loop-carried argument; None for the arguments of a function."""
     block: Block | None = value.owner
     loop = block.region.parent if block and block.region else None
     if loop is None or loop.name not in ("scf.for", "scf.while"):
@@ -70,8 +70,8 @@ def _results(op: Op, slot: int) -> list[Value]:
     return [op.regions[0].block.ops[-1].operands[1 + slot]]
 
 
-# Operations that keep an offset what it is, and arithmetic that a wrong offset survives. What hashes its operands
-# (and, or, xor, unsigned division) wraps around on purpose.
+# Operations that preserve an offset, and arithmetic through which a wrong offset persists. Hashing operations
+# (and, or, xor, unsigned division) wrap around on purpose.
 _THROUGH = {
     *("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"),
     *("arith.extsi", "arith.extui", "arith.index_cast"),
@@ -83,7 +83,7 @@ _MASK_AT = {"tt.load": 1, "tt.store": 2, "tt.atomic_rmw": 2}  # the position of 
 
 @dataclass(frozen=True)
 class Integer:
-    """A type of integers, as TTIR has it and with the sign that its use implies."""
+    """Integer type: TTIR's width with the signedness that its use implies."""
 
     bits: int = 32
     signed: bool = True
@@ -93,7 +93,7 @@ class Integer:
 
 
 def mask_of(op: Op) -> Value | None:
-    """Return the operand that says which lanes of an access are on, or None."""
+    """Return the mask of an access, or None."""
     at = _MASK_AT.get(op.name, len(op.operands))
     return op.operands[at] if at < len(op.operands) else None
 
@@ -109,20 +109,22 @@ def described(op: Op) -> tuple[Value, list[Value], list[Value]]:
 
 
 def offset_arithmetic(function: Function) -> dict[Op, Integer]:
-    """Sums, differences and products, of 32 bits or less, that offsets of pointers, masks and the bounds of loops are
-    made of; with the type that has to hold their exact result."""
-    found: dict[Op, Integer] = {}
+    """Return the arithmetic of at most 32 bits behind pointer offsets, masks and loop bounds.
+
+    Each sum, difference or product is returned with the type that has to hold its exact result.
+    """
+    result: dict[Op, Integer] = {}
     seen: set[Value] = set()
-    todo: list[tuple[Value, bool]] = []  # with its signedness
+    pending: list[tuple[Value, bool]] = []  # (value, signed)
     for user in function.body.walk():
         if user.name == "tt.addptr":
-            todo.append((user.operands[1], True))
+            pending.append((user.operands[1], True))
         elif user.name == "scf.for" and not user.attrs.get("unsigned"):
-            todo += [(bound, True) for bound in user.operands[:3]]  # where it begins and ends, and its step
+            pending += [(bound, True) for bound in user.operands[:3]]  # lower bound, upper bound and step
         elif (mask := mask_of(user)) is not None:
-            todo += [(value, True) for value in _compared(mask)]
-    while todo:
-        value, signed = todo.pop()
+            pending += [(value, True) for value in _compared_integers(mask)]
+    while pending:
+        value, signed = pending.pop()
         if value in seen:
             continue
         seen.add(value)
@@ -132,7 +134,7 @@ def offset_arithmetic(function: Function) -> dict[Op, Integer]:
         elif op.name in ARITHMETIC:
             bits = element_of(value.type).bits
             if bits < 32 or (bits == 32 and signed):
-                found[op] = Integer(bits, signed)
+                result[op] = Integer(bits, signed)
             sources = op.operands
         elif op.name in _THROUGH:
             signed = (
@@ -147,12 +149,12 @@ def offset_arithmetic(function: Function) -> dict[Op, Integer]:
             sources = _results(op, op.results.index(value))
         else:
             sources = []
-        todo += [(source, signed) for source in sources if not element_of(source.type).is_float]
-    return found
+        pending += [(source, signed) for source in sources if not element_of(source.type).is_float]
+    return result
 
 
-def _compared(mask: Value) -> list[Value]:
-    """The signed integers whose comparisons a mask is made of."""
+def _compared_integers(mask: Value) -> list[Value]:
+    """Return the signed integers that are compared in a mask."""
     op = mask.producer
     if op is None:
         return []
@@ -168,4 +170,4 @@ def _compared(mask: Value) -> list[Value]:
         "tt.expand_dims",
         "tt.trans",
     }
-    return [v for operand in op.operands for v in _compared(operand)] if op.name in through else []
+    return [v for operand in op.operands for v in _compared_integers(operand)] if op.name in through else []

@@ -1,4 +1,4 @@
-"""Reads the text of a TTIR module.
+"""Parser of TTIR modules.
 
 The reader knows MLIR's syntax, not Triton's semantics.
 
@@ -32,7 +32,7 @@ from .ttir import (
 
 
 def parse(text: str) -> Module:
-    """The module that this TTIR text (printed with or without debug locations) stands for."""
+    """Parse the text of a TTIR module, printed with or without debug locations."""
     return _Reader(text).module()
 
 
@@ -60,16 +60,16 @@ class _Reader(Scanner):
         return self.use(match)
 
     def values(self) -> list[Value]:
-        """`(%a, %b)`"""
-        found: list[Value] = []
+        """Parse `(%a, %b)`."""
+        result: list[Value] = []
         self.need("(")
         while not self.take(")"):
-            found.append(self.value())
+            result.append(self.value())
             self.take(",")
-        return found
+        return result
 
     def typed_args(self, closing: str) -> tuple[list[Value], list[dict[str, Any]]]:
-        """`%a: i32 {attrs} loc(..), %b: ...` up to the closing bracket; the values are defined."""
+        """Parse and define `%a: i32 {attrs} loc(..), %b: ...` up to the closing bracket."""
         args: list[Value] = []
         attrs: list[dict[str, Any]] = []
         while not self.take(closing):
@@ -127,7 +127,7 @@ class _Reader(Scanner):
         return Function(symbol[1] or symbol[2], args, results, body, public, self.location(), arg_attrs)
 
     def region(self, entry_args: list[Value] | None = None) -> Region:
-        """After `{`: blocks up to and with `}`. Labels may be used before their block is read."""
+        """Parse the blocks after `{`, up to and including `}`. Labels may be used before their block is read."""
         region = Region()
         self.scopes.append({v.name: [v] for v in entry_args or []})
         labels: dict[str, Block] = {}
@@ -137,15 +137,15 @@ class _Reader(Scanner):
         region.blocks.append(block)
         while not self.take("}"):
             if match := self.match(BLOCK):
-                labelled = labels.setdefault(match[1], Block(name=match[1]))
+                new_block = labels.setdefault(match[1], Block(name=match[1]))
                 if self.take("("):
-                    labelled.args, _ = self.typed_args(")")
+                    new_block.args, _ = self.typed_args(")")
                 self.need(":")
                 if block.ops or block.args:
-                    region.blocks.append(labelled)
+                    region.blocks.append(new_block)
                 else:
-                    region.blocks[-1] = labelled
-                block = labelled
+                    region.blocks[-1] = new_block
+                block = new_block
                 block.region = region
                 continue
             op = self.operation()
@@ -176,10 +176,10 @@ class _Reader(Scanner):
         op.location, op.origin = self.both_locations()
         for region in op.regions:
             region.parent = op
-        taken = 0
+        consumed = 0
         for name, count in names:
-            values = op.results[taken : taken + count]
-            taken += count
+            values = op.results[consumed : consumed + count]
+            consumed += count
             if len(values) != count:
                 raise self.fail(f"{count} results of {op.name}")
             for i, value in enumerate(values):
@@ -190,7 +190,7 @@ class _Reader(Scanner):
         return op
 
     def generic_operation(self) -> Op:
-        """`"tt.reduce"(%x) <{axis = 0 : i32}> ({ region }) : (types) -> types`"""
+        """Parse `"tt.reduce"(%x) <{axis = 0 : i32}> ({ region }) : (types) -> types`."""
         match = self.match(STRING)
         assert match
         op = Op(match[1], self.values())
@@ -206,7 +206,7 @@ class _Reader(Scanner):
         return self.functional_type(op)
 
     def functional_type(self, op: Op) -> Op:
-        """`: (types) -> types`, the latter being those of the results."""
+        """Parse `: (types) -> types` and create the results."""
         self.need(":")
         self.types()
         self.need("->")
@@ -217,7 +217,7 @@ class _Reader(Scanner):
         return _SPECIAL.get(name, _Reader.plain_operation)(self, name)
 
     def plain_operation(self, name: str) -> Op:
-        """Operands, words, `key = value` pairs and attribute dictionaries in any order, then `: types`."""
+        """Parse operands, words, `key = value` pairs and attribute dictionaries in any order, then `: types`."""
         op = Op(name, [])
         flags: list[str] = []
         while not self.at_line_end() and not self.peek("loc("):
@@ -251,7 +251,7 @@ class _Reader(Scanner):
         return op
 
     def signature(self, op: Op) -> None:
-        """The types after `:`, from which the results' types follow."""
+        """Parse the types after `:` and infer the result types."""
         if op.name == "tt.print":  # `: %values : types`
             while match := self.match(VALUE):
                 op.operands.append(self.use(match))
@@ -278,7 +278,7 @@ class _Reader(Scanner):
             return Op(name, [], [Value("", self.type())], {"value": value.values})
         if not isinstance(value, int | float | Bits):
             raise self.fail("a number")
-        # attribute() has taken `: type` of a plain number already: read it again from the text
+        # attribute() has already consumed `: type` of a plain number: parse it again from the text
         end = self.end
         self.move(self.text.rfind(":", 0, end) + 1)
         type_ = self.type()
@@ -286,7 +286,7 @@ class _Reader(Scanner):
         return Op(name, [], [Value("", type_)], {"value": value})
 
     def loop_values(self) -> tuple[list[Value], list[Value]]:
-        """`(%arg = %init, ...)`: the arguments (not yet typed) and what they start from."""
+        """Parse `(%arg = %init, ...)`; return the arguments (not yet typed) and their initial values."""
         args: list[Value] = []
         inits: list[Value] = []
         self.need("(")
@@ -393,9 +393,9 @@ class _Reader(Scanner):
         return self.functional_type(op)
 
     def dot_scaled(self, name: str) -> Op:
-        """`%a [scale %sa], %b [scale %sb], %c lhs = e4m3 rhs = e2m1 {..} : types -> type`
+        """Parse `%a [scale %sa], %b [scale %sb], %c lhs = e4m3 rhs = e2m1 {..} : types -> type`.
 
-        Operands come out as a, b, c, then the scales that are there; attributes `lhs_scale` and `rhs_scale`
+        Operands come out as a, b, c, then the scales that are present; attributes `lhs_scale` and `rhs_scale`
         give their operand numbers or None.
         """
         op = Op(name, [])
@@ -421,7 +421,7 @@ class _Reader(Scanner):
         return op
 
     def make_tensor_descriptor(self, name: str) -> Op:
-        """`%base, [%shape, ..], [%strides, ..] {..} : <f32>, <tensor<16x16xf32>>`, the types without their names."""
+        """Parse `%base, [%shape, ..], [%strides, ..] {..} : <f32>, <tensor<16x16xf32>>`; the types lack their names."""
         op = Op(name, [])
         while not self.take(":"):
             if self.peek("%"):
@@ -455,7 +455,7 @@ _SPECIAL = {
 
 
 def _terminated(region: Region) -> Region:
-    """With the `scf.yield` that is not printed where nothing is yielded."""
+    """Add the `scf.yield` that MLIR omits where nothing is yielded."""
     block = region.block
     if not block.ops or block.ops[-1].name != "scf.yield":
         block.ops.append(Op("scf.yield", [], block=block))

@@ -1,8 +1,8 @@
-"""Rewrites of the IR that come before scheduling.
+"""Rewrites of the IR before scheduling.
 
-A tile of offsets or pointers that a loop moves along (`ptrs += BLOCK * stride`) is replaced by its starting
-tile plus a scalar that counts how far it has moved. Pointer tiles then never live in memory, and the address of
-a chunk stays an affine expression that a vector load can use. Sorting networks are recognised by `sorting`.
+A tile of offsets or pointers that a loop advances (`ptrs += BLOCK * stride`) is replaced by its initial tile plus a
+scalar displacement. Pointer tiles then never live in memory, and the address of a chunk stays an affine
+expression that a vector load can use. `sorting` recognizes sorting networks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .ttir import I1, I64, Block, Function, Module, Op, Pointer, Scalar, Tensor,
 
 
 def rewrite(module: Module) -> Module:
-    """All rewrites, in place."""
+    """Apply all rewrites in place."""
     for function in module.functions.values():
         recognize_sorting(function)
         for op in list(function.body.walk()):
@@ -25,7 +25,7 @@ def rewrite(module: Module) -> Module:
 
 @dataclass
 class _Step:
-    """What one iteration adds: the same scalar to every element, or a tile that the loop does not change."""
+    """Increment of one iteration: a scalar added to every element, or a loop-invariant tile."""
 
     scalar: Value | None = None  # a scalar value, or
     literal: int | None = None  # a constant, or
@@ -45,28 +45,28 @@ def _scalarize_moving_tiles(loop: Op, function: Function) -> None:
         element = arg.type.element
         counter_type = I64 if isinstance(element, Pointer) or any(s.tile for s in steps) else element
         zero = _constant(0, counter_type, loop)
-        moved = Value(f"{arg.name}_moved", counter_type, owner=body)
+        displacement = Value(f"{arg.name}_moved", counter_type, owner=body)
         final = Value(f"{result.name}_moved", counter_type, producer=loop)
         loop.operands[3 + index] = zero
-        body.args[1 + index] = moved
+        body.args[1 + index] = displacement
         loop.results[index] = final
 
         invariant = next((s.tile for s in steps if s.tile), None)
         inside = _Builder(body, 0, loop.location)
-        _replace(function, arg, inside.displaced(init, moved, invariant))
+        _replace(function, arg, inside.displaced(init, displacement, invariant))
         assert loop.block
         after = _Builder(loop.block, loop.block.ops.index(loop) + 1, loop.location)
         _replace(function, result, after.displaced(init, final, invariant))
 
         end = _Builder(body, len(body.ops) - 1, loop.location)
-        value = moved
+        value = displacement
         for step in steps:
             value = end.add(value, step, counter_type)
         terminator.operands[index] = value
 
 
 def _steps(value: Value, arg: Value, loop: Op) -> list[_Step] | None:
-    """`value` as `arg` plus steps, or None if it is anything else. Scalar and tile steps don't mix."""
+    """Express `value` as `arg` plus steps; None if it is anything else. Scalar and tile steps do not mix."""
     steps: list[_Step] = []
     while value is not arg:
         op = value.producer
@@ -122,7 +122,7 @@ def _constant(number: int, type_: Scalar | Pointer, before: Op) -> Value:
 
 @dataclass
 class _Builder:
-    """Inserts operations into a block from a position on."""
+    """Inserter of operations into a block, from a position on."""
 
     block: Block
     position: int
@@ -148,7 +148,7 @@ class _Builder:
         return self.op("arith.constant", [], type_, value=number)
 
     def displaced(self, init: Value, distance: Value, invariant: Value | None) -> Value:
-        """init + distance, or init + distance * invariant."""
+        """Return init + distance, or init + distance * invariant."""
         assert isinstance(init.type, Tensor)
         element = init.type.element
         if invariant is None:
@@ -156,10 +156,10 @@ class _Builder:
             step = self.op("tt.splat", [distance], step_type)
         else:
             assert isinstance(invariant.type, Tensor)
-            wide = Tensor(init.type.shape, I64)
+            int64_type = Tensor(init.type.shape, I64)
             if invariant.type.element != I64:
-                invariant = self.op("arith.extsi", [invariant], wide)
-            step = self.op("arith.muli", [self.op("tt.splat", [distance], wide), invariant], wide)
+                invariant = self.op("arith.extsi", [invariant], int64_type)
+            step = self.op("arith.muli", [self.op("tt.splat", [distance], int64_type), invariant], int64_type)
             if isinstance(element, Scalar) and element != I64:
                 step = self.op("arith.trunci", [step], init.type)
         return self.op("tt.addptr" if isinstance(element, Pointer) else "arith.addi", [init, step], init.type)

@@ -1,4 +1,4 @@
-"""MLIR's text, token by token: characters, locations, types and attributes."""
+"""MLIR's text by tokens: characters, locations, types and attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .ttir import Bits, Dense, Opaque, Pointer, Scalar, Tensor, Type
 
 
 class ParseError(ValueError):
-    """The text is not TTIR as this reader knows it."""
+    """The text is not TTIR that this reader supports."""
 
 
 _SPACE = re.compile(r"\s*(?://[^\n]*\s*)*")
@@ -31,19 +31,21 @@ _OPEN_CLOSE = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
 class _Locations:
-    """`#loc12` to "file:line". Where functions were inlined there are two: the line in the kernel, which is that of
-    the outermost call, and the line of the operation itself."""
+    """Resolver of `#loc12` to "file:line".
+
+    An inlined operation has two: the kernel line of the outermost call, and the operation's own line.
+    """
 
     def __init__(self, text: str) -> None:
         self.aliases = dict(_LOC_ALIAS.findall(text))
         self.resolved: dict[str, tuple[str, str]] = {}
 
     def resolve(self, loc: str, depth: int = 0) -> tuple[str, str]:
-        """The line in the kernel, and the line of the operation itself."""
-        known = self.resolved.get(loc)
-        if known is None:
-            known = self.resolved[loc] = self.follow(loc.strip(), depth + 1)
-        return known
+        """Return the kernel line and the operation's own line."""
+        lines = self.resolved.get(loc)
+        if lines is None:
+            lines = self.resolved[loc] = self.follow(loc.strip(), depth + 1)
+        return lines
 
     def follow(self, loc: str, depth: int) -> tuple[str, str]:
         if depth > 64:
@@ -51,28 +53,33 @@ class _Locations:
         if loc.startswith("#"):
             return self.resolve(self.aliases.get(loc[1:], ""), depth)
         if loc.startswith("callsite("):
-            inside = loc[len("callsite(") : -1]
+            locations = loc[len("callsite(") : -1]
             split = next(
-                (i for i in _places(inside, " at ") if inside.count("(", 0, i) == inside.count(")", 0, i)), 0
+                (
+                    i
+                    for i in _occurrences(locations, " at ")
+                    if locations.count("(", 0, i) == locations.count(")", 0, i)
+                ),
+                0,
             )
-            callee, caller = inside[:split], inside[split + len(" at ") :]
+            callee, caller = locations[:split], locations[split + len(" at ") :]
             return self.resolve(caller, depth)[0], self.resolve(callee, depth)[1]
         if match := _LOC_FILE.match(loc):
             line = f"{match[1]}:{match[2]}"
             return line, line
-        if named := _LOC_NAMED.fullmatch(loc):
-            return self.resolve(named[1], depth)
+        if name_match := _LOC_NAMED.fullmatch(loc):
+            return self.resolve(name_match[1], depth)
         return "", ""
 
 
-def _places(text: str, part: str) -> Iterator[int]:
+def _occurrences(text: str, part: str) -> Iterator[int]:
     return (match.start() for match in re.finditer(re.escape(part), text))
 
 
 class Scanner:
-    """A position in the text, and what can be taken from there.
+    """Position in the text, and the tokens that can be consumed from there.
 
-    The position is always that of a token: what is taken, is taken with the space and the comments behind it.
+    The position is always at a token: consuming a token also consumes the space and comments after it.
     """
 
     def __init__(self, text: str) -> None:
@@ -85,7 +92,7 @@ class Scanner:
     # -- characters --
 
     def move(self, end: int) -> None:
-        """To the first token at or behind `end`, which is where the last one ended."""
+        """Move to the first token at or after `end`, where the last token ended."""
         self.end = self.pos = end
         if self.text[end : end + 1] in _BEFORE_TOKEN:
             space = _SPACE.match(self.text, end)
@@ -93,7 +100,7 @@ class Scanner:
             self.pos = space.end()
 
     def fail(self, expected: str) -> ParseError:
-        # an operation ends with its line: what it lacks is missing there, not on the next one
+        # an operation ends with its line: report missing tokens there, not on the next line
         start = self.end if self.in_operation and self.at_line_end() else self.pos
         line = self.text.count("\n", 0, start) + 1
         rest = self.text[start : start + 60].split("\n")[0].strip()
@@ -128,7 +135,7 @@ class Scanner:
         return self.pos == len(self.text) or self.text.find("\n", self.end, self.pos) >= 0
 
     def balanced(self, opening: str) -> str:
-        """The text between the bracket just taken and its partner, which is taken too."""
+        """Consume the text up to the closing partner of the bracket just consumed; return it without the bracket."""
         start = end = self.end
         depth = 1
         while depth:
@@ -152,7 +159,7 @@ class Scanner:
         return self.both_locations()[0]
 
     def both_locations(self) -> tuple[str, str]:
-        """The line in the kernel, and the line of the operation itself."""
+        """Return the kernel line and the operation's own line."""
         if reference := self.match(_LOC_REFERENCE):
             return self.locations.resolve(reference[1])
         return self.locations.resolve(self.balanced("(")) if self.take("loc(") else ("", "")
@@ -161,17 +168,17 @@ class Scanner:
         plain = _PLAIN_TYPE.match(self.text, self.pos)
         if plain is None:
             return self.structured_type()
-        if known := self.known_types.get(plain[0]):
+        if cached := self.known_types.get(plain[0]):
             self.move(plain.end())
-            return known
-        self.known_types[plain[0]] = found = self.structured_type()
-        return found
+            return cached
+        self.known_types[plain[0]] = parsed = self.structured_type()
+        return parsed
 
     def structured_type(self) -> Type:
         if match := self.match(_TENSOR):
             shape = tuple(int(d) for d in match[1].split("x")[:-1])
             element = self.type()
-            while self.take(","):  # an encoding, of no meaning here
+            while self.take(","):  # an encoding, ignored
                 self.attribute()
             self.need(">")
             if not isinstance(element, Scalar | Pointer):
@@ -191,17 +198,17 @@ class Scanner:
         return Scalar(self.word())
 
     def types(self) -> list[Type]:
-        """`t`, `t, t` or `(t, t)`."""
+        """Parse `t`, `t, t` or `(t, t)`."""
         if self.take("("):
-            found: list[Type] = []
+            result: list[Type] = []
             while not self.take(")"):
-                found.append(self.type())
+                result.append(self.type())
                 self.take(",")
-            return found
-        found = [self.type()]
+            return result
+        result = [self.type()]
         while self.take(","):
-            found.append(self.type())
-        return found
+            result.append(self.type())
+        return result
 
     def attribute(self) -> Any:
         if match := self.match(STRING):
@@ -263,11 +270,11 @@ def _dense(text: str) -> Dense:
 
 
 def unescape(text: str) -> str:
-    """MLIR escapes bytes as two hex digits (`\\0A`) beside the usual `\\n`, `\\"`."""
+    """Undo MLIR's escapes: bytes as two hex digits (`\\0A`), and the usual `\\n`, `\\"`."""
 
-    def one(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         code = match[1]
-        named = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
-        return named[code] if code in named else chr(int(code, 16))
+        escapes = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
+        return escapes[code] if code in escapes else chr(int(code, 16))
 
-    return re.sub(r'\\([nt"\\]|[0-9A-Fa-f]{2})', one, text)
+    return re.sub(r'\\([nt"\\]|[0-9A-Fa-f]{2})', replace, text)

@@ -1,13 +1,13 @@
-"""Recognises sorting networks, which is what `tl.sort`, `tl.topk` and `tl.bitonic_merge` become in TTIR.
+"""Recognition of sorting networks, the TTIR form of `tl.sort`, `tl.topk` and `tl.bitonic_merge`.
 
-A compare-and-swap along an axis of two elements is written there as
+A compare-and-swap along an axis of two elements has the form
 
     y = x ^ broadcast(xor over the axis of x)            the other element of the pair
-    select((x > y) != t, y, x)                           t: whether this place shall get the larger one
+      select((x > y) != t, y, x)                           t: whether this position receives the larger element
 
-where t depends on the place alone. 55 of them sort 1024 elements. Each chain of them becomes one operation,
-`loom.bitonic`, whose attribute `merges` says what it does: a list of `Merge`. The attribute `unsigned` says that
-integers are compared as such.
+where t depends on the position alone. 55 of them sort 1024 elements. Each chain of them becomes one operation,
+`loom.bitonic`, whose attribute `merges` lists its steps as `Merge`; the attribute `unsigned` selects unsigned
+comparison of integers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BITONIC = "loom.bitonic"
 class Merge:
     """Compare-and-swaps of elements whose row-major positions differ by `first`, then half of it, ... `last`.
 
-    Of each pair, the one at the higher position becomes the larger; the smaller where `position & flip` is not
-    zero, and the other way round where `descending`. All distances and flip are powers of two, flip the largest
-    of them, or zero.
+    The higher position of each pair receives the larger element, or the smaller one where `position & flip` is
+    nonzero; `descending` reverses both. All distances and flip are powers of two; flip is the largest of them, or
+    zero.
     """
 
     first: int
@@ -37,7 +37,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One compare-and-swap."""
+    """A single compare-and-swap."""
 
     source: Value
     unsigned: bool
@@ -45,7 +45,7 @@ class _Exchange:
 
 
 def recognize_sorting(function: Function) -> None:
-    """Replaces the sorting networks of a function, in place."""
+    """Replace the sorting networks of a function in place."""
     replaced = False
     for op in list(function.body.walk()):
         if op.name == "arith.select" and (exchange := _exchange(op)):
@@ -69,9 +69,9 @@ def _exchange(select: Op) -> _Exchange | None:
     shape, axis = source.type.shape, _swapped_axis(other, source)
     if axis is None:
         return None
-    for compared, place in _unequal(condition):
-        comparison = _without(compared, "arith.extui").producer
-        larger = _parity(place)
+    for compared, position in _unequal(condition):
+        comparison = _strip(compared, "arith.extui").producer
+        larger = _parity(position)
         if comparison is None or larger is None or comparison.operands != [source, other]:
             continue
         kind = comparison.attrs.get("flags", [""])[0]
@@ -86,36 +86,36 @@ def _exchange(select: Op) -> _Exchange | None:
 
 
 def _distance(shape: tuple[int, ...], dim: int) -> int:
-    """How far neighbours along a dimension are apart in row-major order."""
+    """Return the row-major distance between neighbors along a dimension."""
     return prod(shape[dim + 1 :])
 
 
-def _without(value: Value, *names: str) -> Value:
-    """What a value is before these operations."""
+def _strip(value: Value, *names: str) -> Value:
+    """Strip these operations from a value."""
     while value.producer and value.producer.name in names:
         value = value.producer.operands[0]
     return value
 
 
 def _bits(value: Value) -> Value:
-    return _without(value, "tt.bitcast", "arith.bitcast")
+    return _strip(value, "tt.bitcast", "arith.bitcast")
 
 
 def _swapped_axis(other: Value, source: Value) -> int | None:
-    """The axis of two elements along which `other` is `source` with the two swapped."""
+    """Return the axis of two elements along which `other` is `source` with the two swapped."""
     xor = _bits(other).producer
     if xor is None or xor.name != "arith.xori":
         return None
     for own, spread in (xor.operands, xor.operands[::-1]):
-        expand = _without(spread, "tt.broadcast").producer
+        expand = _strip(spread, "tt.broadcast").producer
         if expand is None or expand.name != "tt.expand_dims" or _bits(own) is not _bits(source):
             continue
         reduce = expand.operands[0].producer
         if reduce is None or reduce.name != "tt.reduce" or not _is_xor(reduce):
             continue
         axis = int(reduce.attrs["axis"])
-        both = expand.attrs["axis"] == axis and shape_of(source.type)[axis] == 2
-        if both and [_bits(v) for v in reduce.operands] == [_bits(source)]:
+        matches = expand.attrs["axis"] == axis and shape_of(source.type)[axis] == 2
+        if matches and [_bits(v) for v in reduce.operands] == [_bits(source)]:
             return axis
     return None
 
@@ -130,7 +130,7 @@ def _is_xor(reduce: Op) -> bool:
 
 
 def _unequal(condition: Value) -> list[tuple[Value, Value]]:
-    """The two sides of `a != b`, in either order."""
+    """Return the two sides of `a != b`, in either order."""
     op = condition.producer
     if op is None or not (
         (op.name == "arith.cmpi" and op.attrs["flags"][0] == "ne") or op.name == "arith.xori"
@@ -140,12 +140,12 @@ def _unequal(condition: Value) -> list[tuple[Value, Value]]:
     return [(left, right), (right, left)]
 
 
-# ---- tiles of zeros and ones that the place decides --------------------------------------------------
+# ---- tiles of zeros and ones that depend on the position only -----------------------------------------
 
 
 @dataclass(frozen=True)
 class _Parity:
-    """Whether the sum of the indices along some dimensions, each of two elements, is odd (even, if `odd`)."""
+    """Parity of the sum of indices along some dimensions of two elements: 1 where it is odd (even, if `odd`)."""
 
     dims: frozenset[int]
     odd: bool = False
@@ -180,12 +180,12 @@ def _parity(value: Value) -> _Parity | None:
             shape_of(op.result.type)[d] for d in result
         ]:
             return None
-        place = dict(zip(source, result, strict=True))
-        return replace(inner, dims=frozenset(place[d] for d in inner.dims))
+        target = dict(zip(source, result, strict=True))
+        return replace(inner, dims=frozenset(target[d] for d in inner.dims))
     return None
 
 
-# ---- chains of them ----------------------------------------------------------------------------------
+# ---- chains of compare-and-swaps ---------------------------------------------------------------------
 
 _PURE = {
     *("tt.bitcast", "tt.reduce", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.make_range"),
@@ -194,7 +194,7 @@ _PURE = {
 
 
 def _remove_unused(function: Function) -> None:
-    """What only the compare-and-swaps needed."""
+    """Remove the operations that only the compare-and-swaps needed."""
     uses = _count_uses(function)
     for op in reversed(list(function.body.walk())):
         if op.name in _PURE and not any(uses.get(result) for result in op.results):
@@ -206,7 +206,7 @@ def _remove_unused(function: Function) -> None:
 
 
 def _chain(function: Function) -> None:
-    """A network that alone uses the result of another one does the work of both."""
+    """Merge a network with its predecessor if it is the only user of its result."""
     uses = _count_uses(function)
     for op in list(function.body.walk()):
         before = op.operands[0].producer if op.name == BITONIC else None
@@ -214,13 +214,13 @@ def _chain(function: Function) -> None:
             continue
         if uses[before.result] == 1 and before.attrs["unsigned"] == op.attrs["unsigned"]:
             op.operands = before.operands
-            op.attrs["merges"] = _joined([*before.attrs["merges"], *op.attrs["merges"]])
+            op.attrs["merges"] = _join_merges([*before.attrs["merges"], *op.attrs["merges"]])
             assert before.block
             before.block.ops.remove(before)
 
 
-def _joined(merges: list[Merge]) -> list[Merge]:
-    """Merges that continue one another as one."""
+def _join_merges(merges: list[Merge]) -> list[Merge]:
+    """Join merges that continue one another."""
     out: list[Merge] = []
     for merge in merges:
         if out and merge == replace(out[-1], first=out[-1].last // 2, last=merge.last):

@@ -1,7 +1,7 @@
-"""A small typed IR: what a TTIR module is once it has been read.
+"""A small typed IR for TTIR modules.
 
-An operation is a name, operands, results, attributes and regions. What each operation means is the business of the
-modules that come after (`rewrite`, and those of `codegen`); they only ever see the classes of this file.
+An operation is a name, operands, results, attributes and regions. Later modules (`rewrite`, and those of `codegen`)
+define the meaning of each operation; they only ever see the classes of this file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scalar:
-    """`i1`, `i32`, `f32`, `bf16`, `f8E4M3FN`, ..."""
+    """Scalar type: `i1`, `i32`, `f32`, `bf16`, `f8E4M3FN`, ..."""
 
     name: str
 
@@ -40,7 +40,7 @@ BF16, F32, F64 = Scalar("bf16"), Scalar("f32"), Scalar("f64")
 
 @dataclass(frozen=True)
 class Pointer:
-    """`!tt.ptr<f32>`, ..."""
+    """Pointer type: `!tt.ptr<f32>`, ..."""
 
     pointee: Type
 
@@ -53,7 +53,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Tensor:
-    """`tensor<4x8xf32>`, ...: a tile."""
+    """Tile type: `tensor<4x8xf32>`, ..."""
 
     shape: tuple[int, ...]
     element: Scalar | Pointer
@@ -68,7 +68,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A type this IR gives no structure to, kept as text so that an error can name it."""
+    """Type without structure in this IR, kept as text so that errors can name it."""
 
     text: str
 
@@ -80,7 +80,7 @@ Type = Scalar | Pointer | Tensor | Opaque
 
 
 def element_of(type_: Type) -> Scalar | Pointer:
-    """The scalar type that one lane of a value of this type has."""
+    """Return the scalar type of one lane of a value of this type."""
     if isinstance(type_, Tensor):
         return type_.element
     if isinstance(type_, Opaque):
@@ -89,7 +89,7 @@ def element_of(type_: Type) -> Scalar | Pointer:
 
 
 def shape_of(type_: Type) -> tuple[int, ...]:
-    """The extents of a tile; none of a scalar."""
+    """Return the extents of a tile; () for a scalar."""
     return type_.shape if isinstance(type_, Tensor) else ()
 
 
@@ -98,7 +98,7 @@ def shape_of(type_: Type) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Value:
-    """One SSA value. `name` is MLIR's, which keeps the Python variable's name where there was one."""
+    """SSA value. `name` is MLIR's, which keeps the Python variable's name where there was one."""
 
     name: str
     type: Type
@@ -111,7 +111,7 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation."""
+    """Operation."""
 
     name: str
     operands: list[Value]
@@ -119,8 +119,8 @@ class Op:
     attrs: dict[str, Any] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     successors: list[tuple[Block, list[Value]]] = field(default_factory=list)
-    location: str = ""  # the line of the kernel that it comes from
-    origin: str = ""  # its own line, which is another where a function was inlined
+    location: str = ""  # the kernel line it comes from
+    origin: str = ""  # its own line, which differs in inlined functions
     block: Block | None = None
 
     @property
@@ -128,7 +128,7 @@ class Op:
         return self.results[0]
 
     def walk(self) -> Iterator[Op]:
-        """This operation and all inside its regions, in program order."""
+        """Yield this operation and all operations inside its regions, in program order."""
         yield self
         for region in self.regions:
             yield from region.walk()
@@ -139,7 +139,7 @@ class Op:
 
 @dataclass(eq=False)
 class Block:
-    """Operations that run one after another."""
+    """Sequence of operations."""
 
     args: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Block:
 
 @dataclass(eq=False)
 class Region:
-    """The blocks inside of an operation or a function."""
+    """Blocks inside an operation or a function."""
 
     blocks: list[Block] = field(default_factory=list)
     parent: Op | None = None
@@ -182,7 +182,7 @@ class Function:
 
 @dataclass(eq=False)
 class Module:
-    """A kernel with all that it calls."""
+    """A kernel with all functions that it calls."""
 
     functions: dict[str, Function]
 
@@ -196,7 +196,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Bits:
-    """A float given by its bit pattern (`0x7F800000`)."""
+    """Float given by its bit pattern (`0x7F800000`)."""
 
     pattern: int
 
@@ -206,6 +206,6 @@ Number = bool | int | float | Bits
 
 @dataclass(frozen=True)
 class Dense:
-    """`dense<...>`: a constant tile, or numbers for each dimension of one."""
+    """`dense<...>`: a constant tile, or one literal for each dimension."""
 
     values: Any  # one literal, or a flat list of them

@@ -1,11 +1,11 @@
-"""Follows what loads leave undefined: lanes that their mask turns off where they have no `other`.
+"""Tracking of lanes that loads leave undefined: those that their mask turns off where they have no `other`.
 
-    terms        of a value: conditions on its lanes, of which each means "undefined here, because of these loads"
-    checks       `loom.undefined`, put before an operation that uses such a lane: stores it, adds it up into something
-                 that is stored, takes it for an address, a mask or a condition
+    terms        of a value: conditions on its lanes, each meaning "undefined here, because of these loads"
+    checks       `loom.undefined`, inserted before an operation that uses such a lane: stores it, accumulates it into
+                 something stored, or uses it as an address, a mask or a condition
 
-Most uses are seen to be right without running anything: the store has the load's own mask, or `tl.where` has. Only what
-is left is computed, tile by tile, beside the values themselves.
+Most uses are proven correct statically: the store has the load's own mask, or `tl.where` has it. Only the remaining
+conditions are computed, tile by tile, beside the values themselves.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from .ttir import I1, I32, Block, Function, Module, Op, Region, Tensor, Type, Va
 
 UNDEFINED = "loom.undefined"
 _VIEWS = {"tt.splat", "tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape", "tt.split"}
-_MOST_TERMS = 12  # of one value; what has more is left alone
+_MAX_TERMS = 12  # per value; values with more are not tracked
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tile of booleans that is not there yet: an operation on others."""
+class Derived:
+    """Boolean tile that is not built yet: an operation on other conditions."""
 
     name: str
     type: Type
     operands: tuple[Condition, ...]
     attrs: tuple[tuple[str, Any], ...] = ()
-    slot: int = 0  # among the operation's results
+    slot: int = 0  # index among the operation's results
 
 
 @dataclass(frozen=True)
-class Any_:
-    """A tile of booleans: whether any of the terms holds."""
+class AnyTerm:
+    """Boolean tile that is true where any of the terms holds."""
 
     type: Type
     terms: frozenset[Term]
 
 
-Condition = Value | Made | Any_
+Condition = Value | Derived | AnyTerm
 
 
 @dataclass(frozen=True)
 class Term:
-    """The lanes in which all of these conditions are as given."""
+    """Lanes in which all of these conditions have the stated value."""
 
     literals: frozenset[tuple[Condition, bool]]
-    loads: frozenset[str] = field(default_factory=frozenset)  # "file:line" of those to blame
+    loads: frozenset[str] = field(default_factory=frozenset)  # "file:line" of the responsible loads
 
-    def also(self, condition: Condition, holds: bool = True) -> Term:
+    def restricted_to(self, condition: Condition, holds: bool = True) -> Term:
         return replace(self, literals=self.literals | {(condition, holds)})
 
     @property
     def possible(self) -> bool:
-        """Whether nothing shows that there is no such lane."""
+        """Return False if the conditions are contradictory, so that no such lane exists."""
         true = {atom for condition, holds in self.literals if holds for atom in _atoms(condition)}
         false = [_atoms(condition) for condition, holds in self.literals if not holds]
         return not any(atoms <= true for atoms in false)
@@ -67,7 +67,7 @@ _NONE: Terms = frozenset()
 
 
 def _atoms(condition: Condition) -> set[Any]:
-    """Conditions that hold together if this one does, in a form in which equal ones are equal."""
+    """Return the conditions implied by this one, in a canonical, hashable form."""
     if isinstance(condition, Value):
         op = condition.producer
         if op is None:
@@ -79,7 +79,7 @@ def _atoms(condition: Condition) -> set[Any]:
         if op.name in _VIEWS:
             return {_view(op, condition, atom) for atom in _atoms(op.operands[0])}
         return {condition}
-    if isinstance(condition, Made) and condition.name in _VIEWS:
+    if isinstance(condition, Derived) and condition.name in _VIEWS:
         return {
             (condition.name, condition.attrs, condition.type, condition.slot, atom)
             for atom in _atoms(condition.operands[0])
@@ -88,12 +88,12 @@ def _atoms(condition: Condition) -> set[Any]:
 
 
 def _view(op: Op, result: Value, atom: Any) -> Any:
-    made = _made(op, result, ())
-    return made.name, made.attrs, made.type, made.slot, atom
+    derived = _derive(op, result, ())
+    return derived.name, derived.attrs, derived.type, derived.slot, atom
 
 
 def _zero_unless(value: Value) -> Condition | None:
-    """The lanes outside of which an integer is zero, if it is made of booleans."""
+    """Return a condition outside of which an integer derived from booleans is zero."""
     op = value.producer
     if op is None:
         return None
@@ -101,27 +101,27 @@ def _zero_unless(value: Value) -> Condition | None:
         source = op.operands[0]
         return source if source.type == booleans(source.type) else None
     if op.name in _VIEWS and (inner := _zero_unless(op.operands[0])) is not None:
-        return _made(op, value, (inner,))
+        return _derive(op, value, (inner,))
     return None
 
 
-def _made(op: Op, result: Value, operands: tuple[Condition, ...]) -> Made:
-    """What an operation gives for other operands, as booleans."""
+def _derive(op: Op, result: Value, operands: tuple[Condition, ...]) -> Derived:
+    """Return the boolean result of an operation applied to other operands."""
     attrs = tuple(
         sorted(
             (k, tuple(v) if isinstance(v, list) else v) for k, v in op.attrs.items() if k in ("axis", "order")
         )
     )
-    return Made(op.name, booleans(result.type), operands, attrs, op.results.index(result))
+    return Derived(op.name, booleans(result.type), operands, attrs, op.results.index(result))
 
 
 def booleans(type_: Type) -> Type:
-    """The type of a boolean for each lane."""
+    """Return the boolean type with the shape of a type."""
     return Tensor(type_.shape, I1) if isinstance(type_, Tensor) else I1
 
 
 def mark_undefined(module: Module) -> None:
-    """Put checks into a module, in place."""
+    """Insert checks into a module, in place."""
     for function in module.functions.values():
         _Marker(function).run()
 
@@ -139,8 +139,8 @@ class _Marker:
         self.function = function
         self.terms: dict[Value, Terms] = {}
         self.checks: list[_Check] = []
-        self.shadows: dict[tuple[Op, int], Value] = {}  # of what a loop or a branch results in,
-        self.carried: dict[tuple[Op, int], Value] = {}  # and of what a loop's body begins with
+        self.shadows: dict[tuple[Op, int], Value] = {}  # of the results of loops and branches
+        self.carried: dict[tuple[Op, int], Value] = {}  # of the loop-carried arguments of loop bodies
         self.blame: dict[tuple[Op, int], frozenset[str]] = {}
 
     def run(self) -> None:
@@ -161,15 +161,15 @@ class _Marker:
             )
         self.install()
 
-    # -- what is undefined, in the order of the program --
+    # -- propagation, in program order --
 
     def of(self, value: Value) -> Terms:
         return self.terms.get(value, _NONE)
 
     def put(self, value: Value, terms: Iterable[Term]) -> None:
-        kept = frozenset(term for term in terms if term.possible)
-        if kept and len(kept) <= _MOST_TERMS:
-            self.terms[value] = kept
+        remaining = frozenset(term for term in terms if term.possible)
+        if remaining and len(remaining) <= _MAX_TERMS:
+            self.terms[value] = remaining
         else:
             self.terms.pop(value, None)
 
@@ -192,14 +192,14 @@ class _Marker:
                 self.use(op, bound, "decides")
             self.loop(op)
         elif op.name in ("scf.while", "tt.call", "tt.map_elementwise"):
-            pass  # what these give is taken to be defined
+            pass  # their results are assumed to be defined
         elif op.name == "cf.cond_br":
             self.use(op, op.operands[0], "decides")
         elif any(self.of(v) for v in op.operands):
             self.compute(op)
 
     def shadow(self, op: Op, slot: int, result: Value, sources: list[Terms]) -> Iterable[Term]:
-        """The terms of what a region results in: a shadow that the region results in as well."""
+        """Return the terms of a region's result: a shadow that the region returns as well."""
         if not any(sources):
             return _NONE
         shadow = self.shadows.setdefault(
@@ -241,7 +241,7 @@ class _Marker:
             if mask is not None and other is None:
                 self.put(op.result, [Term(frozenset({(mask, False)}), frozenset({op.origin or op.location}))])
             elif mask is not None and other:
-                self.put(op.result, [term.also(mask, False) for term in other])
+                self.put(op.result, [term.restricted_to(mask, False) for term in other])
             return
         for value in op.operands[1:] if op.name == "tt.atomic_cas" else op.operands[1:2]:
             self.use(op, value, "stores" if op.name == "tt.store" else "updates memory by", mask)
@@ -249,13 +249,13 @@ class _Marker:
     def use(self, op: Op, value: Value, use: str, mask: Value | None = None) -> None:
         terms = self.of(value)
         if mask is not None:
-            terms = frozenset(term.also(mask) for term in terms)
+            terms = frozenset(term.restricted_to(mask) for term in terms)
         terms = frozenset(term for term in terms if term.possible)
         if terms:
             self.checks.append(_Check(op, use, terms, booleans(value.type)))
 
     def compute(self, op: Op) -> None:
-        """The terms of what an operation gives, from those of its operands."""
+        """Derive the terms of an operation's results from those of its operands."""
         name, result = op.name, op.results[0] if op.results else None
         if result is None:
             return
@@ -264,34 +264,38 @@ class _Marker:
             for each in op.results:
                 self.put(each, [self.viewed(op, each, term) for term in union])
         elif name == "arith.select":
-            chooser, a, b = op.operands
-            condition: Condition = chooser
-            if shape_of(chooser.type) != shape_of(result.type):
-                condition = Made("tt.splat", booleans(result.type), (chooser,))
-            chosen = [
-                *(t.also(condition) for t in self.of(a)),
-                *(t.also(condition, False) for t in self.of(b)),
+            condition_value, a, b = op.operands
+            condition: Condition = condition_value
+            if shape_of(condition_value.type) != shape_of(result.type):
+                condition = Derived("tt.splat", booleans(result.type), (condition_value,))
+            selected = [
+                *(t.restricted_to(condition) for t in self.of(a)),
+                *(t.restricted_to(condition, False) for t in self.of(b)),
             ]
-            self.put(result, [*chosen, *self.of(chooser)])
+            self.put(result, [*selected, *self.of(condition_value)])
         elif name in ("arith.andi", "arith.ori") and result.type == booleans(result.type):
-            a, b = op.operands  # a side that decides alone makes up for the other
+            a, b = op.operands  # one side that decides the result makes the other irrelevant
             holds = name == "arith.andi"
             self.put(
-                result, [*(t.also(b, holds) for t in self.of(a)), *(t.also(a, holds) for t in self.of(b))]
+                result,
+                [
+                    *(t.restricted_to(b, holds) for t in self.of(a)),
+                    *(t.restricted_to(a, holds) for t in self.of(b)),
+                ],
             )
         elif name in ("arith.andi", "arith.muli") and any(map(_zero_unless, op.operands)):
             terms: list[Term] = []
-            for value, other in (op.operands, op.operands[::-1]):  # a zero makes up for the other factor
+            for value, other in (op.operands, op.operands[::-1]):  # a zero makes the other factor irrelevant
                 mask = _zero_unless(other)
-                terms += (term if mask is None else term.also(mask) for term in self.of(value))
+                terms += (term if mask is None else term.restricted_to(mask) for term in self.of(value))
             self.put(result, terms)
         elif name in ("tt.reduce", "tt.scan"):
             axis = op.attrs["axis"]
-            tile = Any_(booleans(op.operands[0].type), union)
+            tile = AnyTerm(booleans(op.operands[0].type), union)
             attrs = (("axis", axis), ("reverse", bool(op.attrs.get("reverse"))))
             for each in op.results:
-                made = Made(name, booleans(each.type), (tile,), attrs)
-                self.put(each, [Term(frozenset({(made, True)}), _loads(union))])
+                derived = Derived(name, booleans(each.type), (tile,), attrs)
+                self.put(each, [Term(frozenset({(derived, True)}), _loads(union))])
         elif name == "tt.dot":
             self.put(result, [*self.of(op.operands[2]), *self.products(op, result)])
         elif all(shape_of(v.type) == shape_of(result.type) for v in op.operands) and not op.regions:
@@ -299,31 +303,34 @@ class _Marker:
                 self.put(each, union)
 
     def viewed(self, op: Op, result: Value, term: Term) -> Term:
-        literals = ((_made(op, result, (condition,)), holds) for condition, holds in term.literals)
+        literals = ((_derive(op, result, (condition,)), holds) for condition, holds in term.literals)
         return replace(term, literals=frozenset(literals))
 
     def products(self, op: Op, result: Value) -> Iterable[Term]:
-        """A product's element is undefined if any of its row of the left or of its column of the right operand is."""
+        """Return the terms of a product.
+
+        An element is undefined if any of its row of the left or its column of the right operand is.
+        """
         rank = len(shape_of(result.type))
         for operand, axis in zip(op.operands[:2], (rank - 1, rank - 2), strict=True):
             if terms := self.of(operand):
                 shape = shape_of(operand.type)
                 lines = Tensor(shape[:axis] + shape[axis + 1 :], I1)
-                line = Made(
+                line = Derived(
                     "tt.reduce",
                     lines,
-                    (Any_(booleans(operand.type), terms),),
+                    (AnyTerm(booleans(operand.type), terms),),
                     (("axis", axis), ("reverse", False)),
                 )
                 column = Tensor((*shape[:axis], 1, *shape[axis + 1 :]), I1)
-                spread = Made("tt.expand_dims", column, (line,), (("axis", axis),))
-                whole = Made("tt.broadcast", booleans(result.type), (spread,))
-                yield Term(frozenset({(whole, True)}), _loads(terms))
+                spread = Derived("tt.expand_dims", column, (line,), (("axis", axis),))
+                expanded = Derived("tt.broadcast", booleans(result.type), (spread,))
+                yield Term(frozenset({(expanded, True)}), _loads(terms))
 
-    # -- into the module --
+    # -- insertion into the module --
 
     def install(self) -> None:
-        """Give loops and branches their shadows."""
+        """Add shadows to loops and branches."""
         for (op, slot), shadow in self.shadows.items():
             for region in op.regions:
                 end = region.block.ops[-1]
@@ -342,11 +349,11 @@ def _loads(terms: Terms) -> frozenset[str]:
 
 @dataclass
 class _Builder:
-    """Inserts operations before another."""
+    """Inserter of operations before another one."""
 
     block: Block
     before: Op
-    made: dict[Condition, Value] = field(default_factory=dict)
+    derived: dict[Condition, Value] = field(default_factory=dict)
 
     def op(self, name: str, operands: list[Value], type_: Type | None, **attrs: Any) -> Value:
         before = self.before
@@ -357,17 +364,19 @@ class _Builder:
         return value
 
     def any(self, terms: Terms, type_: Type) -> Value:
-        """Whether a term holds, lane by lane."""
+        """Return the lane-wise disjunction of terms."""
         total: Value | None = None
         for term in terms:
-            whole: Value | None = None
+            term_value: Value | None = None
             for condition, holds in term.literals:
                 value = self.value(condition)
                 if not holds:
                     value = self.op("arith.xori", [value, self.constant(True, type_)], type_)
-                whole = value if whole is None else self.op("arith.andi", [whole, value], type_)
-            assert whole is not None
-            total = whole if total is None else self.op("arith.ori", [total, whole], type_)
+                term_value = (
+                    value if term_value is None else self.op("arith.andi", [term_value, value], type_)
+                )
+            assert term_value is not None
+            total = term_value if total is None else self.op("arith.ori", [total, term_value], type_)
         return total if total is not None else self.constant(False, type_)
 
     def constant(self, value: bool, type_: Type) -> Value:
@@ -376,12 +385,12 @@ class _Builder:
     def value(self, condition: Condition) -> Value:
         if isinstance(condition, Value):
             return condition
-        if condition not in self.made:
-            self.made[condition] = self.make(condition)
-        return self.made[condition]
+        if condition not in self.derived:
+            self.derived[condition] = self.make(condition)
+        return self.derived[condition]
 
-    def make(self, condition: Made | Any_) -> Value:
-        if isinstance(condition, Any_):
+    def make(self, condition: Derived | AnyTerm) -> Value:
+        if isinstance(condition, AnyTerm):
             return self.any(condition.terms, condition.type)
         operands = [self.value(operand) for operand in condition.operands]
         attrs = {name: list(v) if isinstance(v, tuple) else v for name, v in condition.attrs}
@@ -395,8 +404,8 @@ class _Builder:
                     side.producer = op
                 return sides[condition.slot]
             return self.op(condition.name, operands, condition.type, **attrs)
-        wide = self.op("arith.extui", operands, _integers(operands[0].type))
-        folded = self.op(condition.name, [wide], _integers(condition.type), **attrs)
+        extended = self.op("arith.extui", operands, _integers(operands[0].type))
+        folded = self.op(condition.name, [extended], _integers(condition.type), **attrs)
         assert folded.producer
         folded.producer.regions = [_either(condition.name, folded.producer)]
         zero = self.op("arith.constant", [], folded.type, value=0)
@@ -408,11 +417,11 @@ def _integers(type_: Type) -> Type:
 
 
 def _either(name: str, parent: Op) -> Region:
-    """The combining region of a reduction or a scan by `|`."""
+    """Build the region that combines the elements of a reduction or scan by `|`."""
     block = Block()
     block.args = [Value("a", I32, owner=block), Value("b", I32, owner=block)]
-    either = Op("arith.ori", list(block.args), block=block)
-    either.results = [Value("either", I32, producer=either)]
-    block.ops = [either, Op(f"{name}.return", [either.result], block=block)]
+    combined = Op("arith.ori", list(block.args), block=block)
+    combined.results = [Value("either", I32, producer=combined)]
+    block.ops = [combined, Op(f"{name}.return", [combined.result], block=block)]
     block.region = Region([block], parent)
     return block.region

@@ -49,20 +49,22 @@ def prove(
     trials: int | None = None,
     **more: Any,
 ) -> Report:
-    """Prove or refute that a kernel stays within its contract. The kernel is a `@triton.jit` function, also one with
-    `@triton.autotune` or `@triton.heuristics` (every configuration is proven), or its TTIR as text.
+    """Prove or refute that a kernel stays within its contract.
 
-    Instead of a contract there may be a `grid` and `args`, which has constants among the arguments, and `more` that
-    `Contract.of` takes:
+    The kernel is a `@triton.jit` function, possibly with `@triton.autotune` or `@triton.heuristics` (every
+    configuration is proven), or its TTIR as text.
+
+    Instead of a contract, pass a `grid` and `args`, which includes the constants, and in `more` further arguments
+    of `Contract.of`:
 
         n = symbol("n")
         x = Buffer("f32", n)
         prove(kernel, grid=(cdiv(n, 64),), args={"x_ptr": x, "y_ptr": x, "n": n, "BLOCK": 64}, outputs=("y_ptr",))
 
-    `effort` limits what the solver does for one question, in z3's own units, so that a slow machine proves as much as a
-    fast one: more of it may turn an unknown into an answer. With `replay`, counterexamples are launched under the
-    sanitizer. What is proven is launched with `trials` random sizes of the contract, 20 with `replay` and else none
-    if nothing is said: `UnsoundProof` is raised if the sanitizer finds there what was proven not to be.
+    `effort` limits the solver's work on one question, in z3's own units, so that a slow machine proves as much as a
+    fast one: more effort may turn an unknown into an answer. With `replay`, counterexamples are launched under the
+    sanitizer. Proven kernels are launched with `trials` random sizes of the contract (default: 20 with `replay`,
+    else none): `UnsoundProof` is raised if the sanitizer finds something there that was proven absent.
     """
     from .certificate import certified
     from .compiling import Compiled, configured, variants
@@ -77,19 +79,29 @@ def prove(
     else:
         launches = [(kernel, contract)]
     cases: list[Compiled] = []
-    for function, given in launches:
-        cases += [Compiled(function, given)] if isinstance(function, str) else variants(function, given)
+    for function, specialization in launches:
+        cases += (
+            [Compiled(function, specialization)]
+            if isinstance(function, str)
+            else variants(function, specialization)
+        )
     reports, answers, certificates = [], [], []
     launches_of_proofs = (_TRIALS if replay else 0) if trials is None else trials
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for ttir, case, with_descriptors, launch in cases:
         prover = Prover(ttir, case, effort)
         report = prover.report()
         reports.append(report)
-        described = Prover(with_descriptors, case, effort).answers("descriptor") if with_descriptors else []
-        found = (*report.answers, *described, *(covered(prover, output) for output in case.outputs))
-        certificates.append(certified(prover, Launcher(ttir, case, launch), found, launches_of_proofs))
-        for answer in found:
+        descriptor_answers = (
+            Prover(with_descriptors, case, effort).answers("descriptor") if with_descriptors else []
+        )
+        results = (
+            *report.answers,
+            *descriptor_answers,
+            *(covered(prover, output) for output in case.outputs),
+        )
+        certificates.append(certified(prover, Launcher(ttir, case, launch), results, launches_of_proofs))
+        for answer in results:
             if replay and answer.example is not None:
                 answer = replayed(ttir, case, answer)
             answers.append(answer)
@@ -97,5 +109,5 @@ def prove(
         reports[0],
         answers=tuple(answers),
         certificates=tuple(certificates),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
     )

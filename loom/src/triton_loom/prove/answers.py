@@ -1,4 +1,4 @@
-"""What `prove` says: an answer to every obligation, as a table or as JSON."""
+"""Results of `prove`: an answer to every obligation, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from ..tables import table
 Kind = Literal[
     "bounds",  # an access is to an element of its buffer
     "overflow",  # an integer that an address, a mask or a loop depends on fits its type
-    "step",  # the counter of a loop fits its type after the last step too
-    "sign",  # what is divided is not negative, and what it is divided by is positive
-    "contract",  # what the contract says is possible: an argument fits its type, and no stride is negative
-    "promise",  # what the compiler was told of a value is true
+    "step",  # a loop counter fits its type after the last step too
+    "sign",  # a dividend is nonnegative, and its divisor is positive
+    "contract",  # the contract is satisfiable: an argument fits its type, and no stride is negative
+    "promise",  # a hint given to the compiler is true
     "descriptor",  # a tensor descriptor describes memory of its buffer
-    "reached",  # there are sizes for which an access happens at all: else the rest says nothing
-    "race",  # no two programs touch one element, one of them writing
+    "reached",  # some sizes reach the access: otherwise its other proofs are vacuous
+    "race",  # no two programs access one element if one of them writes it
     "once",  # no program writes an element twice
     "covered",  # every element of an output is written
-    "modelled",  # an operation is one that is understood here
+    "modelled",  # the prover supports the operation
 ]
 Verdict = Literal["proven", "counterexample", "unknown"]
 
 
 class UnsoundProof(AssertionError):
-    """The prover has proven what is not true: a mistake in the prover, not in the kernel."""
+    """The prover has proven something false: a bug in the prover, not in the kernel."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Sizes for which an obligation is not met, and where."""
+    """Sizes that violate an obligation, and where they do."""
 
     sizes: Mapping[str, int]
     grid: tuple[int, int, int]
     program: tuple[int, int, int]
     lane: tuple[int, ...] = ()
-    detail: str = ""  # in numbers: "element 1000 of 1000"
+    detail: str = ""  # the violation in numbers: "element 1000 of 1000"
     other_program: tuple[int, int, int] | None = None  # of a race
-    iterations: int = 1  # of all loops, multiplied
+    iterations: int = 1  # product of the iteration counts of all loops
     loaded: tuple[
         tuple[str, int, int], ...
     ] = ()  # integers in memory it depends on: (argument, element, value)
-    confirmed: bool | None = None  # by the sanitizer; None: it was not asked, or could not tell
-    finding: str = ""  # what the sanitizer said, or why it was not asked
+    confirmed: bool | None = None  # by the sanitizer; None: not replayed, or inconclusive
+    finding: str = ""  # the sanitizer's finding, or why it was not replayed
 
     @property
     def named_sizes(self) -> str:
-        """The sizes as text: "n = 1, m = 5"."""
+        """Format the sizes: "n = 1, m = 5"."""
         return ", ".join(f"{name} = {value}" for name, value in self.sizes.items())
 
     def __str__(self) -> str:
@@ -63,15 +63,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Answer:
-    """To one obligation."""
+    """Answer to one obligation."""
 
     kind: Kind
     what: str  # "store y_ptr", "addi i32", ...
     place: str  # "file:line"
     verdict: Verdict
-    why: str = ""  # the lemma that was needed, or the reason for which nothing is known
+    why: str = ""  # the lemma that was needed, or the reason for an unknown
     example: Example | None = None
-    query: str = ""  # of an unknown, in the language of SMT-LIB
+    query: str = ""  # of an unknown, in SMT-LIB
 
     def __str__(self) -> str:
         file, _, line = self.place.rpartition(":")
@@ -80,8 +80,12 @@ class Answer:
             text = f"{text}: {self.why}"
         if self.example is None:
             return text
-        asked = {True: "confirmed by the sanitizer", False: "the sanitizer disagrees", None: "not replayed"}
-        return f"{text}: {self.example} ({asked[self.example.confirmed]})"
+        replay_result = {
+            True: "confirmed by the sanitizer",
+            False: "the sanitizer disagrees",
+            None: "not replayed",
+        }
+        return f"{text}: {self.example} ({replay_result[self.example.confirmed]})"
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,13 @@ class Report:
 
     kernel: str
     answers: tuple[Answer, ...]
-    assumed: tuple[str, ...] = ()  # of what is in memory, which nobody has proven
-    certificates: tuple[
-        str, ...
-    ] = ()  # of each compiled kernel: how random launches agree with what was proven
+    assumed: tuple[str, ...] = ()  # unproven assumptions about memory contents
+    certificates: tuple[str, ...] = ()  # for each compiled kernel: how random launches agree with the proofs
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def verdict(self) -> Verdict:
-        """Proven if everything is, a counterexample if there is one, else unknown. Nothing to prove is no proof."""
+        """Return proven if everything is, counterexample if there is one, else unknown. No answers are no proof."""
         verdicts = {answer.verdict for answer in self.answers}
         if "counterexample" in verdicts:
             return "counterexample"
@@ -106,26 +108,26 @@ class Report:
 
     @property
     def counterexamples(self) -> list[Answer]:
-        """The answers that have one."""
+        """Return the answers with a counterexample."""
         return [answer for answer in self.answers if answer.verdict == "counterexample"]
 
     @property
     def unknowns(self) -> list[Answer]:
-        """The answers that are neither a proof nor a counterexample."""
+        """Return the answers that are neither proofs nor counterexamples."""
         return [answer for answer in self.answers if answer.verdict == "unknown"]
 
     @property
     def smallest(self) -> Mapping[str, int]:
-        """The smallest sizes that were found to break something, the first size counting most; empty if none were."""
-        found = [dict(answer.example.sizes) for answer in self.counterexamples if answer.example]
-        return min(found, key=lambda sizes: list(sizes.values()), default={})
+        """Return the smallest violating sizes, comparing the first size first; empty if there are none."""
+        examples = [dict(answer.example.sizes) for answer in self.counterexamples if answer.example]
+        return min(examples, key=lambda sizes: list(sizes.values()), default={})
 
     def of(self, *kinds: Kind) -> list[Answer]:
-        """The answers of these kinds."""
+        """Return the answers of these kinds."""
         return [answer for answer in self.answers if answer.kind in kinds]
 
     def json(self) -> str:
-        """All of it, for other programs."""
+        """Return the report as JSON."""
         return json.dumps({"verdict": self.verdict, **asdict(self)}, indent=1, default=str)
 
     def __str__(self) -> str:
@@ -140,10 +142,10 @@ class Report:
 
 
 def from_json(text: str) -> Report:
-    """A report from what its `json` wrote."""
-    told: dict[str, Any] = json.loads(text)
+    """Parse a report written by `json`."""
+    data: dict[str, Any] = json.loads(text)
     answers = []
-    for answer in told["answers"]:
+    for answer in data["answers"]:
         example = answer.pop("example")
         if example is not None:
             for name in ("grid", "program", "lane", "other_program"):
@@ -151,5 +153,5 @@ def from_json(text: str) -> Report:
             example["loaded"] = tuple(tuple(place) for place in example["loaded"])
         answers.append(Answer(**answer, example=Example(**example) if example else None))
     return Report(
-        told["kernel"], tuple(answers), tuple(told["assumed"]), tuple(told["certificates"]), told["seconds"]
+        data["kernel"], tuple(answers), tuple(data["assumed"]), tuple(data["certificates"]), data["seconds"]
     )

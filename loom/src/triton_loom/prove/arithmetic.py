@@ -1,4 +1,4 @@
-"""The integer operations of TTIR on mathematical integers, and where a machine's result would be another."""
+"""Integer operations of TTIR over mathematical integers, and the conditions under which machine results agree."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .solver import z3
 
 
 def bits_of(op: Op) -> int:
-    """Of the integers that an operation is about: its first operand's."""
+    """Return the width of an operation's integers: its first operand's."""
     return element_of(op.operands[0].type).bits
 
 
 def signed(value: Any) -> Int:
-    """A boolean as the one-bit integer that it is: -1 or 0."""
+    """Convert a boolean to a one-bit integer: -1 or 0."""
     return z3.If(value, z3.IntVal(-1), z3.IntVal(0)) if z3.is_bool(value) else value
 
 
 def unsigned(value: Any, bits: int) -> Int:
-    """The same bits, read as a number that is not negative."""
+    """Reinterpret the bits of an integer as unsigned."""
     if z3.is_bool(value):
         return z3.If(value, z3.IntVal(1), z3.IntVal(0))
     if z3.is_int_value(value) and value.as_long() >= 0:
@@ -50,10 +50,15 @@ def _division(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
 
 
 def _shift(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
-    a, by = operands[0], z3.simplify(operands[1]) if z3.is_int(operands[1]) else None
-    if z3.is_bool(a) or by is None or not z3.is_int_value(by) or not 0 <= by.as_long() < bits_of(op):
+    a, amount = operands[0], z3.simplify(operands[1]) if z3.is_int(operands[1]) else None
+    if (
+        z3.is_bool(a)
+        or amount is None
+        or not z3.is_int_value(amount)
+        or not 0 <= amount.as_long() < bits_of(op)
+    ):
         return None
-    power = 2 ** by.as_long()
+    power = 2 ** amount.as_long()
     if op.name == "arith.shli":
         return a * power
     if power == 1:
@@ -84,7 +89,7 @@ def _bitwise(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
             below = z3.And(result >= 0, result <= operand)
             scope.know(below, because="the bits of both operands", when=[operand >= 0])
         return result
-    # Operands beyond their type are refuted by obligations; here they must not contradict anything.
+    # Obligations refute operands that exceed their type; here they must not cause a contradiction.
     natural = [a >= 0, b >= 0, a < top, b < top]
     scope.know(z3.And(result >= 0, result <= a + b), because="the bits of one operand", when=natural)
     if op.name == "arith.ori":
@@ -101,14 +106,14 @@ def _extreme(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
 
 
 def _comparison(scope: Scope, op: Op, operands: Sequence[Any]) -> Bool | None:
-    how, (a, b) = op.attrs["flags"][0], operands
-    if how in ("eq", "ne"):
-        return a == b if how == "eq" else a != b
-    if how[0] == "u":
+    predicate, (a, b) = op.attrs["flags"][0], operands
+    if predicate in ("eq", "ne"):
+        return a == b if predicate == "eq" else a != b
+    if predicate[0] == "u":
         a, b = (unsigned(o, bits_of(op)) for o in operands)
     else:
         a, b = signed(a), signed(b)
-    return {"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}.get(how[1:])
+    return {"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}.get(predicate[1:])
 
 
 def _extension(scope: Scope, op: Op, operands: Sequence[Any]) -> Any:
@@ -149,7 +154,7 @@ _DIVISIONS = {"arith.divsi", "arith.remsi", "arith.ceildivsi", "arith.floordivsi
 
 
 def requirements(op: Op, operands: Sequence[Any], result: Any) -> list[tuple[str, Bool]]:
-    """(kind, condition): when the machine's result is that of mathematics."""
+    """Return pairs (kind, condition) under which the machine's result equals the mathematical one."""
     element = element_of(op.result.type)
     if isinstance(element, Pointer) or element == I1:
         return []

@@ -1,7 +1,7 @@
 """Test proofs by random launches of the contract under the sanitizer, and the prover's facts at random sizes.
 
-A proof speaks of all sizes: one launch that the sanitizer objects to, or one size that the prover's own facts exclude,
-shows that the prover is wrong. That is an error, `UnsoundProof`, and never an answer.
+A proof covers all sizes: one launch with a finding of the sanitizer, or one size that the prover's own facts exclude,
+shows that the prover is wrong. That raises `UnsoundProof` and is never an answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .replay import Launcher, NotCompiled, NotReplayed, Spins
 from .solver import QUICK, Search, Solution, z3
 
 _EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
-_LARGEST = 2**14  # size of a launch
-_MOST_BYTES, _MOST_WORK = 2**25, 2**22
+_LARGEST = 2**14  # largest size of a launch
+_MAX_BYTES, _MAX_WORK = 2**25, 2**22
 _ARITHMETIC: tuple[Kind, ...] = ("contract", "overflow", "sign", "step", "promise", "modelled")
-# The kinds of findings, and the answers that each contradicts if all of them are proofs.
-_DENIES: dict[str, tuple[Kind, ...]] = {
+# Kinds of findings, and the answers that each contradicts if all of them are proofs.
+_CONTRADICTS: dict[str, tuple[Kind, ...]] = {
     "out-of-bounds load": ("bounds", *_ARITHMETIC),
     "out-of-bounds store": ("bounds", *_ARITHMETIC),
     "offset overflow": _ARITHMETIC,
@@ -31,7 +31,7 @@ _DENIES: dict[str, tuple[Kind, ...]] = {
 
 
 def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], trials: int) -> str:
-    """Compare what was proven with random launches, and say how many agree. Raise `UnsoundProof` if one does not."""
+    """Compare proofs with random launches and report how many agree. Raise `UnsoundProof` if one does not."""
     if not any(answer.verdict == "proven" for answer in answers):
         return "not launched: nothing was proven"
     draw = random.Random(0)
@@ -60,55 +60,57 @@ def certified(prover: Prover, launcher: Launcher, answers: Sequence[Answer], tri
 
 
 def _launch(launcher: Launcher, example: Example, answers: Sequence[Answer], draw: random.Random) -> None:
-    """Raise `UnsoundProof` if a launch shows that something proven is not so."""
+    """Raise `UnsoundProof` if a launch contradicts a proof."""
 
     def launched(fill: int, draw: random.Random) -> list[Finding]:
-        return launcher.launched(example, draw=draw, fill=fill, most_bytes=_MOST_BYTES, most_work=_MOST_WORK)
+        return launcher.launched(example, draw=draw, fill=fill, most_bytes=_MAX_BYTES, most_work=_MAX_WORK)
 
-    again, fill = random.Random(), draw.getrandbits(8)
-    again.setstate(draw.getstate())
+    repeated_draw, fill = random.Random(), draw.getrandbits(8)
+    repeated_draw.setstate(draw.getstate())
     findings = launched(fill, draw)
     for finding in findings:
-        denied = _denied(finding, answers)
-        if denied and all(answer.verdict == "proven" for answer in denied):
-            raise UnsoundProof(_WRONG.format(example.named_sizes, finding))
-    covered = _proven_whole(answers) if not findings else []
+        contradicted = _contradicted(finding, answers)
+        if contradicted and all(answer.verdict == "proven" for answer in contradicted):
+            raise UnsoundProof(_UNSOUND.format(example.named_sizes, finding))
+    covered = _fully_covered(answers) if not findings else []
     unwritten = {n: u for n, u in launcher.unwritten.items() if n in covered and u.any()}
-    if unwritten:  # or what was written is what was there: with another fill it is not
-        launched(fill ^ 0xFF, again)
+    if unwritten:  # the kernel may have written the fill value itself: repeat with another fill
+        launched(fill ^ 0xFF, repeated_draw)
         for name, before in unwritten.items():
             if number := int((before & launcher.unwritten[name]).sum()):
                 raise UnsoundProof(
-                    _WRONG.format(example.named_sizes, f"{number} elements of {name} are not written")
+                    _UNSOUND.format(example.named_sizes, f"{number} elements of {name} are not written")
                 )
 
 
-_WRONG = "the prover is wrong, please report it: it has proven what a launch refutes for {}: {}"
+_UNSOUND = "the prover is wrong, please report it: it has proven what a launch refutes for {}: {}"
 
 
-def _denied(finding: Finding, answers: Sequence[Answer]) -> Sequence[Answer]:
-    """The answers that cannot all be proofs."""
-    denied = [answer for answer in answers if answer.kind in _DENIES.get(finding.kind, ())]
-    here = [answer for answer in denied if answer.place.endswith(f":{finding.line}")]
+def _contradicted(finding: Finding, answers: Sequence[Answer]) -> Sequence[Answer]:
+    """Return the answers that cannot all be proofs."""
+    contradicted = [answer for answer in answers if answer.kind in _CONTRADICTS.get(finding.kind, ())]
+    at_line = [answer for answer in contradicted if answer.place.endswith(f":{finding.line}")]
     if finding.kind.startswith("out-of-bounds"):
-        bounds = [answer for answer in here if answer.kind == "bounds"]
-        return bounds and [*bounds, *(answer for answer in denied if answer.kind != "bounds")]
-    if finding.kind == "offset overflow" and not any(answer.kind == "overflow" for answer in here):
-        return answers  # nobody has asked about these integers: something that depends on them is unknown
-    return denied
+        bounds = [answer for answer in at_line if answer.kind == "bounds"]
+        return bounds and [*bounds, *(answer for answer in contradicted if answer.kind != "bounds")]
+    if finding.kind == "offset overflow" and not any(answer.kind == "overflow" for answer in at_line):
+        return answers  # no obligation covers these integers: something that depends on them is unknown
+    return contradicted
 
 
-def _proven_whole(answers: Sequence[Answer]) -> list[str]:
-    """The outputs of which every element is written, if that is proven and all that it rests on."""
-    rests = [a for a in answers if a.kind in ("bounds", *_ARITHMETIC)]
-    if not all(a.verdict == "proven" for a in rests):
+def _fully_covered(answers: Sequence[Answer]) -> list[str]:
+    """Return the outputs that are proven to be written completely, if the proofs this relies on hold."""
+    prerequisites = [a for a in answers if a.kind in ("bounds", *_ARITHMETIC)]
+    if not all(a.verdict == "proven" for a in prerequisites):
         return []
     return [a.what.removeprefix("all of ") for a in answers if a.kind == "covered" and a.verdict == "proven"]
 
 
 class _Facts:
-    """What the prover holds to be true of every program of every launch, `all_fit` if it has proven that it leaves out
-    no sizes of the contract."""
+    """Facts that the prover assumes of every program of every launch.
+
+    `all_fit` is true if it has proven that they exclude no sizes of the contract.
+    """
 
     def __init__(self, prover: Prover, draw: random.Random, all_fit: bool) -> None:
         self.contract, self.evaluator, self.draw, self.all_fit = (
@@ -122,18 +124,20 @@ class _Facts:
         self.all = Search([*prover.common, *scope.facts], _EFFORT)
 
     def check(self, sizes: Solution) -> Example | None:
-        """Raise `UnsoundProof` if they exclude a random program of a launch that is possible. Return the launch, or
-        None if it has no program."""
+        """Raise `UnsoundProof` if the facts exclude a random program of a possible launch.
+
+        Return the launch, or None if it has no program.
+        """
         contract, evaluator = self.contract, self.evaluator
         grid = [sizes.value(axis) for axis in contract.grid]
         values = {size.name: sizes.value(size) for size in contract.sizes}
         if min(grid) < 1:
             return None
         program = [self.draw.randrange(axis) for axis in grid]
-        here = [size == values[size.name] for size in contract.sizes]
-        here += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
-        if self.all.with_(here).verdict == "proven":
-            if self.possible.with_(here).verdict == "counterexample":
+        equalities = [size == values[size.name] for size in contract.sizes]
+        equalities += [p == number for p, number in zip(evaluator.programs, program, strict=True)]
+        if self.all.with_(equalities).verdict == "proven":
+            if self.possible.with_(equalities).verdict == "counterexample":
                 scope = evaluator.scope
                 reasons = sorted({scope.reasons[fact.get_id()] for fact in scope.facts})
                 raise UnsoundProof(
@@ -148,24 +152,24 @@ class _Facts:
         return Example(values, (x, y, z), (program[0], program[1], program[2]))
 
     def _bytes(self, sizes: Solution) -> int:
-        """Of the largest tensor."""
+        """Return the size of the largest tensor."""
         return max((sizes.value(b.extent) * b.itemsize for b in self.evaluator.buffers.values()), default=0)
 
 
 def _corners(contract: Contract, launches: Search) -> Iterator[Solution]:
-    """The least and the largest sizes that a contract allows, as far as they are found one by one."""
+    """Yield solutions near the smallest and the largest sizes that a contract allows."""
     for side in ("low", "high"):
         if solution := launches.nearest([[size == getattr(size, side)] for size in contract.sizes]):
             yield solution
 
 
 def _some_sizes(contract: Contract, launches: Search, count: int, draw: random.Random) -> Iterator[Solution]:
-    """Sizes at random, most of them small."""
+    """Yield random sizes, most of them small."""
     for number in range(count):
-        most = (3, 9, 40, 150, 600, _LARGEST)[number % 6]
+        limit = (3, 9, 40, 150, 600, _LARGEST)[number % 6]
         wishes = []
         for size in contract.sizes:
-            at = draw.randint(size.low, max(size.low, min(size.high, most)))
-            wishes.append([size == at, z3.And(size >= at, size <= 2 * at + 16), size <= _LARGEST])
+            start = draw.randint(size.low, max(size.low, min(size.high, limit)))
+            wishes.append([size == start, z3.And(size >= start, size <= 2 * start + 16), size <= _LARGEST])
         if solution := launches.nearest(wishes):
             yield solution

@@ -1,5 +1,7 @@
-"""`python -m triton_loom prove script.py`: a script runs unchanged; then its kernels are proven for other sizes than
-those it launched them with, or the smallest sizes are told for which they break."""
+"""`python -m triton_loom prove script.py`: run a script unchanged, then prove its kernels for other sizes.
+
+Where a kernel is not proven, the smallest sizes for which it breaks are printed.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from pathlib import Path
 from .. import active
 from ..report import redirected
 from . import prove
-from .recording import described, generalised, recorded
+from .recording import described, generalized, recorded
 
 
 def run(script: str, arguments: Sequence[str], device: str | None = None) -> int:
-    """Runs a script, prints what is proven of its kernels, and returns an exit code: 0 if everything is."""
+    """Run a script, print the proofs of its kernels, and return an exit code: 0 if everything is proven."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     with active(), recorded() as launches, redirected() if device == "cpu" else nullcontext():
@@ -27,7 +29,7 @@ def run(script: str, arguments: Sequence[str], device: str | None = None) -> int
         return 1
     proven = True
     for launch in launches:
-        contract = generalised(launch)
+        contract = generalized(launch)
         report = prove(launch.kernel, contract)
         proven = proven and report.verdict == "proven"
         print(f"\n{launch.kernel.__name__}, as if launched with\n{described(contract)}\n{report}")

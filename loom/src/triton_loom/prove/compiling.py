@@ -1,4 +1,4 @@
-"""The TTIR of a kernel under a contract, as Triton would compile it for such a launch."""
+"""TTIR of a kernel under a contract, as Triton would compile it for such a launch."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ _POINTEES = {
 def configured(
     kernel: Any, grid: Sequence[Any] | Callable[..., Sequence[Any]], args: Mapping[str, Any], **more: Any
 ) -> Iterator[tuple[Any, Contract]]:
-    """Make the contracts of a launch, with the `@triton.jit` function of each: one for every configuration that an
-    autotuner chooses from."""
+    """Yield the contracts of a launch with their `@triton.jit` functions: one per configuration of an autotuner."""
     from triton.runtime import Autotuner, Heuristics
 
     if isinstance(kernel, Autotuner):
         choices = [config.kwargs for config in kernel.configs]
         allowed = [c for c in choices if all(args.get(name, value) == value for name, value in c.items())]
         if not allowed:
-            raise ContractError(
-                f"no configuration of {kernel.base_fn.__name__} has the constants that are given"
-            )
+            raise ContractError(f"no configuration of {kernel.base_fn.__name__} has the given constants")
         for number, choice in enumerate(allowed):
-            if choice not in allowed[:number]:  # they differ in what is no constant of the kernel
+            if choice not in allowed[:number]:  # configurations may differ only in launch options
                 yield from configured(kernel.fn, grid, {**args, **choice}, **more)
         return
     if isinstance(kernel, Heuristics):
-        yield from configured(kernel.fn, grid, {**args, **_chosen_by(kernel.values, args)}, **more)
+        yield from configured(kernel.fn, grid, {**args, **_evaluate_heuristics(kernel.values, args)}, **more)
         return
     constants = {p.name: args[p.name] for p in kernel.params if p.is_constexpr and p.name in args}
     for name, value in constants.items():
@@ -57,38 +54,42 @@ def configured(
     yield kernel, Contract.of(grid=axes, arguments=arguments, constants=constants, **more)
 
 
-def _chosen_by(heuristics: Mapping[str, Callable[..., Any]], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate the heuristics of constants that are not given."""
-    found: dict[str, Any] = {}
+def _evaluate_heuristics(
+    heuristics: Mapping[str, Callable[..., Any]], args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Evaluate the heuristics of constants that `args` does not contain."""
+    values: dict[str, Any] = {}
     for name, rule in heuristics.items():
         if name in args:
             continue
         try:
-            value = rule({**args, **found})
+            value = rule({**args, **values})
         except Exception as error:
             raise ContractError(
                 f"the heuristic of {name} fails for symbols ({error}): give {name} in args"
             ) from error
         if z3.is_expr(value):
             raise ContractError(f"the heuristic of {name} depends on sizes: give {name} in args")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 class Compiled(NamedTuple):
-    """One kernel that Triton compiles for the launches of a contract."""
+    """Kernel variant that Triton compiles for the launches of a contract."""
 
     ttir: str
     contract: Contract
-    with_descriptors: str = ""  # the TTIR before descriptors become pointers, of a kernel that makes some
+    with_descriptors: str = ""  # the TTIR before descriptors become pointers; empty if the kernel makes none
     launch: tuple[Any, Contract] | None = (
-        None  # the `@triton.jit` function, and its arguments as a caller gives them
+        None  # the `@triton.jit` function, and its arguments as a caller passes them
     )
 
 
 def variants(kernel: Any, contract: Contract) -> Iterator[Compiled]:
-    """Compile every kernel that Triton makes for the launches of a contract: integers that fit 32 bits get another one
-    than those that do not."""
+    """Yield every kernel that Triton compiles for the launches of a contract.
+
+    Integers that fit 32 bits select another specialization than those that do not.
+    """
     annotated = {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
     for name, value in contract.arguments.items():
         if name not in {p.name for p in kernel.params}:
@@ -111,7 +112,7 @@ def variants(kernel: Any, contract: Contract) -> Iterator[Compiled]:
 
 
 def _check_annotation(contract: Contract, name: str, value: Any, kind: str) -> None:
-    """Refuse values that the annotated type of a parameter cannot hold."""
+    """Raise ContractError if the annotated type of a parameter cannot hold all values."""
     if kind[0] not in "iu" or kind == "u1":
         return
     bits = int(kind[1:])
@@ -123,7 +124,7 @@ def _check_annotation(contract: Contract, name: str, value: Any, kind: str) -> N
 
 
 def _compiled(kernel: Any, contract: Contract) -> Compiled:
-    """Compile one kernel. Arguments that are annotated as unsigned are those bits as TTIR's signed integers."""
+    """Compile one kernel. Arguments annotated as unsigned become TTIR's signed integers with the same bits."""
     ttir, with_descriptors = _texts(kernel, contract)
     arguments = dict(contract.arguments)
     for parameter in kernel.params:
@@ -136,7 +137,7 @@ def _compiled(kernel: Any, contract: Contract) -> Compiled:
 
 
 def _is_within(contract: Contract, value: Any, low: int, high: int) -> bool:
-    """Whether the contract keeps an integer between two numbers, both included."""
+    """Return whether the contract keeps an integer between two numbers, inclusive."""
     if isinstance(value, Symbol) and low <= value.low and value.high <= high:
         return True
     return _implied(contract, z3.And(value >= low, value <= high))
@@ -147,12 +148,12 @@ def _implied(contract: Contract, goal: Bool) -> bool:
 
 
 def ttir_of(kernel: Any, contract: Contract) -> str:
-    """Compile a `@triton.jit` function to TTIR by Triton's own passes. Arguments have the names of its parameters."""
+    """Compile a `@triton.jit` function to TTIR by Triton's own passes. Arguments keep the names of its parameters."""
     return _texts(kernel, contract)[0]
 
 
 def _texts(kernel: Any, contract: Contract) -> tuple[str, str]:
-    """The TTIR of a kernel, and the one before its descriptors become pointers; empty if it makes none."""
+    """Return the TTIR of a kernel, and the TTIR before its descriptors become pointers (empty if it makes none)."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -175,23 +176,25 @@ def _texts(kernel: Any, contract: Contract) -> tuple[str, str]:
     def text(module: Any, *without: str) -> str:
         return renamed(str(make_ttir(module, {}, without=without).str()), names)
 
-    made = module()
-    makes_descriptors = "tt.make_tensor_descriptor" in str(made)
-    ttir = text(made)
+    ir_module = module()
+    makes_descriptors = "tt.make_tensor_descriptor" in str(ir_module)
+    ttir = text(ir_module)
     return ttir, text(module(), "rewrite_tensor_descriptor_to_pointer") if makes_descriptors else ""
 
 
 def renamed(ttir: str, names: Sequence[str]) -> str:
-    """Give the arguments of a kernel these names, in their order. TTIR prints an argument by whichever Python variable
-    last held it: after `n, m = m, n` the names of two are swapped."""
+    """Give the arguments of a kernel these names, in order.
+
+    TTIR prints an argument under the Python variable that last held it: after `n, m = m, n` two names are swapped.
+    """
     header = re.search(r"tt\.func public @[\w$.-]+\((.*)\) (?:attributes )?\{", ttir)
     printed = re.findall(r"(%[\w$.-]+): ", header[1]) if header is not None else []
     if len(printed) != len(names):
         raise ContractError(f"the kernel has {len(printed)} arguments in TTIR, and {len(names)} names")
-    new = {old: f"%{name}" for old, name in zip(printed, names, strict=True)}
+    new_names = {old: f"%{name}" for old, name in zip(printed, names, strict=True)}
     others = set(re.findall(r"%[\w$.-]+", ttir)) - set(printed)
-    new |= {other: f"{other}$other" for other in others & set(new.values())}
-    return re.sub(r"%[\w$.-]+", lambda match: new.get(match[0], match[0]), ttir)
+    new_names |= {other: f"{other}$other" for other in others & set(new_names.values())}
+    return re.sub(r"%[\w$.-]+", lambda match: new_names.get(match[0], match[0]), ttir)
 
 
 def _signature(
@@ -223,7 +226,7 @@ def _signature(
 
 
 def _type_of(contract: Contract, name: str, value: Any) -> tuple[str, bool]:
-    """How Triton names the type of an argument, and whether it takes it for divisible by 16."""
+    """Return Triton's name for the type of an argument, and whether Triton specializes it as divisible by 16."""
     if isinstance(value, Buffer):
         return f"*{_POINTEES[value.element]}", value.align % 16 == 0
     if isinstance(value, bool | z3.BoolRef):

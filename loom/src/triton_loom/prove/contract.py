@@ -1,4 +1,4 @@
-"""What a launch of a kernel promises: the sizes it is for, its grid and what each argument is.
+"""Contracts: the sizes that a kernel is launched with, its grid and the meaning of each argument.
 
     n = symbol("n", 1, 2**31 - 1)
     contract = Contract(
@@ -8,8 +8,8 @@
         constants={"BLOCK": 1024},
     )
 
-Integers are z3's, which are the integers of mathematics; `a / b` of two of them is a floor for b > 0. Whether a
-kernel's 32 and 64 bits hold them is what is to be proven.
+Integers are z3's mathematical integers; `a / b` of two of them rounds down for b > 0. Whether a kernel's 32 and
+64 bits hold them is to be proven.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Int = Any  # an integer of z3's (`z3.ArithRef`), or Python's
 Bool = Any  # a boolean of z3's (`z3.BoolRef`), or Python's
 Argument = Any  # Buffer | Int | float | None
 
-# The names of PyTorch's dtypes, and TTIR's of such elements.
+# Names of PyTorch's dtypes, and TTIR's names for their elements.
 ELEMENTS = {
     "float16": "f16",
     "float32": "f32",
@@ -43,11 +43,11 @@ ELEMENTS = {
 
 
 class ContractError(ValueError):
-    """A contract that does not say what has to be known, or says it of the wrong thing."""
+    """A contract is incomplete or inconsistent."""
 
 
 class Integer(z3.ArithRef):
-    """An integer of z3's that `//` divides too, as `triton.cdiv` does."""
+    """z3 integer that also supports `//`, as `triton.cdiv` needs it."""
 
     def __init__(self, expression: z3.ArithRef) -> None:
         super().__init__(expression.as_ast(), expression.ctx)
@@ -63,7 +63,7 @@ class Integer(z3.ArithRef):
 
 
 def _closed(name: str) -> Callable[[Any, Any], Any]:
-    """The operator of z3's, its result an `Integer` again."""
+    """Wrap a z3 operator to return `Integer` again."""
 
     def operator(self: Integer, other: Int) -> Any:
         result = getattr(z3.ArithRef, name)(self, other)
@@ -77,7 +77,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod", "trued
 
 
 class Symbol(Integer):
-    """A size that is not known, between two numbers (both included). It is an integer of z3's."""
+    """Unknown size between two numbers, inclusive; a z3 integer."""
 
     def __init__(self, name: str, low: int, high: int) -> None:
         super().__init__(z3.Int(name))
@@ -88,50 +88,47 @@ class Symbol(Integer):
 
     @property
     def range(self) -> Bool:
-        """That it is between the two."""
+        """Return the condition that it lies in its range."""
         return z3.And(self.low <= self, self <= self.high)
 
 
 def symbol(name: str, low: int = 1, high: int = 2**31 - 1) -> Symbol:
-    """A size of a contract, by default any that is positive and fits 32 bits."""
+    """Create a size of a contract, by default any positive number that fits 32 bits."""
     if "!" in name:
         raise ContractError(
             f"the name {name} has a '!', which marks the prover's own constants: choose another"
         )
     if low > high:
-        raise ContractError(f"{name} is to be at least {low} and at most {high}, which no number is")
+        raise ContractError(f"{name} has the empty range {low} to {high}: low must not exceed high")
     return Symbol(name, low, high)
 
 
 def cdiv(a: Int, b: Int) -> Int:
-    """The least integer that is not below a / b, for b > 0."""
+    """Return a / b rounded up, for b > 0."""
     return -(-a // b) if isinstance(a, int) and isinstance(b, int) else (a + b - 1) / b
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that a pointer argument leads to: element 0 is where it points."""
+    """Tensor behind a pointer argument, which points to element 0."""
 
-    element: Any  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...; a dtype of PyTorch becomes that
-    extent: Int  # elements from the first up to and with the last, those in gaps of a view counted
-    dims: tuple[tuple[Int, Int], ...] | None = (
-        None  # (size, stride) where there are gaps; None: there are none
-    )
-    align: int = 16  # bytes that the address of element 0 is a multiple of
-    values: Callable[..., Bool] | None = None  # what is assumed of a loaded integer, or of it and its place
-    # Its elements differ from each other, as those of a permutation do; or those do of which this holds, given an
-    # element and its place.
+    element: Any  # as in TTIR: "f32", "bf16", "i64", "f8E4M3FN", ...; PyTorch dtypes are converted
+    extent: Int  # elements from the first to the last, including the gaps of a view
+    dims: tuple[tuple[Int, Int], ...] | None = None  # (size, stride) of a view with gaps; None: contiguous
+    align: int = 16  # bytes; the address of element 0 is a multiple of it
+    values: Callable[..., Bool] | None = None  # assumption about a loaded integer, or about it and its place
+    # Whether all elements differ, as in a permutation; or a condition, on an element and its place, that selects those
+    # which differ.
     distinct: bool | Callable[[Int, Int], Bool] = False
-    # The argument that leads back: where the element at place i is j, and not negative, the one at place j of that
-    # argument is i.
+    # Name of the inverse map: if the element at place i is j >= 0, then the element at place j of that argument is i.
     inverse: str | None = None
-    # No address that the kernel finds in memory leads to it, so that such stores leave it as it is.
+    # No address that the kernel reads from memory points into it, so that stores through such addresses spare it.
     unreached: bool = False
-    ascending: bool = False  # no element is less than the one before it, as with offsets of groups
-    storage: str | None = None  # arguments that name the same storage are one memory
-    first: Int = 0  # the element of the storage that element 0 is
-    # The sizes of a tensor without gaps, its last dimension being that of neighbours. Who writes an element of an
-    # output is found more easily by its place in each dimension than by its number.
+    ascending: bool = False  # no element is smaller than its predecessor, as in group offsets
+    storage: str | None = None  # arguments with the same storage share memory
+    first: Int = 0  # offset of element 0 in the storage
+    # Sizes of a contiguous tensor, innermost last. The program that writes an element of an output is found more easily
+    # from its index in each dimension than from its linear offset.
     shape: tuple[Int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +142,7 @@ class Buffer:
 
     @classmethod
     def strided(cls, element: str, sizes: Sequence[Int], strides: Sequence[Int], **more: Any) -> Buffer:
-        """A view with these sizes and strides, of which only its elements are in bounds."""
+        """Return a view with these sizes and strides; only its elements are in bounds."""
         if len(sizes) != len(strides):
             raise ContractError(f"{len(sizes)} sizes and {len(strides)} strides do not describe a tensor")
         last: Int = 1
@@ -158,25 +155,25 @@ class Buffer:
         return cls(element, extent, tuple(zip(sizes, strides, strict=True)), **more)
 
     def assumed(self, value: Int, place: Int) -> Bool | None:
-        """What is assumed of the integer at a place; None if that is nothing."""
+        """Return the assumption about the integer at a place; None if there is none."""
         if self.values is None:
             return None
         return self.values(value, place) if self.by_place else self.values(value)
 
     def differs(self, value: Int, place: Int) -> Bool:
-        """Whether the integer at a place is one of those that differ from each other."""
+        """Return the condition that the integer at a place is one of those that differ from each other."""
         return self.distinct(value, place) if callable(self.distinct) else z3.BoolVal(self.distinct)
 
     @property
     def by_place(self) -> bool:
-        """Whether what is assumed of an integer depends on where it is."""
+        """Return whether the assumption about an integer depends on its place."""
         if self.values is None:
             return False
         return sum(p.default is p.empty for p in signature(self.values).parameters.values()) > 1
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Size of an element in bytes."""
         return (
             1
             if self.element == "i1" or self.element.startswith("f8")
@@ -186,41 +183,40 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Contract:
-    """A launch, or all launches of one kind: what is given to the kernel for which sizes."""
+    """All launches of one kind: the arguments of the kernel as functions of the sizes."""
 
-    arguments: Mapping[str, Argument]  # of the compiled kernel, by name; floats may be left out
+    arguments: Mapping[str, Argument]  # of the compiled kernel, by name; floats may be omitted
     grid: tuple[Int, Int, Int]
     sizes: tuple[Symbol, ...] = ()
     assumptions: tuple[Bool, ...] = ()
     constants: Mapping[str, Any] = field(
         default_factory=dict
     )  # of `tl.constexpr` parameters, to compile a kernel
-    outputs: tuple[str, ...] = ()  # arguments of which every element has to be written, and once
+    outputs: tuple[str, ...] = ()  # arguments of which every element must be written exactly once
 
     def __post_init__(self) -> None:
         if len(self.grid) != 3:
-            raise ContractError(
-                f"a grid has three axes, not {len(self.grid)}: put 1 for those that are not used"
-            )
+            raise ContractError(f"a grid has three axes, not {len(self.grid)}: pass 1 for unused axes")
         for name in self.outputs:
             if not isinstance(self.arguments.get(name), Buffer):
                 raise ContractError(f"the output {name} is not a buffer among the arguments")
         for name, argument in self.arguments.items():
             back = argument.inverse if isinstance(argument, Buffer) else None
             if back is not None and not isinstance(self.arguments.get(back), Buffer):
-                raise ContractError(
-                    f"{back}, which leads back from {name}, is not a buffer among the arguments"
-                )
+                raise ContractError(f"{back}, the inverse of {name}, is not a buffer among the arguments")
         known = {size.name for size in self.sizes}
         for name in sorted(free_names(self.expressions()) - known):
             raise ContractError(
-                f"{name} is used and has no range: put symbol({name!r}, low, high) among the sizes"
+                f"{name} is used but has no range: add symbol({name!r}, low, high) to the sizes"
             )
 
     @classmethod
     def of(cls, *, grid: Sequence[Int], arguments: Mapping[str, Argument], **more: Any) -> Contract:
-        """The same with less to write: axes of the grid may be left out, and so may sizes that stand alone as an
-        argument, as the extent or size of a buffer, or as an axis of the grid."""
+        """Build a contract with shorthand.
+
+        Trailing axes of the grid may be omitted, and so may sizes that appear by themselves as an argument, as the
+        extent or size of a buffer, or as an axis of the grid.
+        """
         sizes = {size.name: size for size in more.pop("sizes", ())}
         alone: list[Any] = [*grid, *arguments.values()]
         for argument in arguments.values():
@@ -235,7 +231,7 @@ class Contract:
         return cls(arguments, (*grid, 1, 1)[:3], tuple(sizes.values()), **more)
 
     def expressions(self) -> Iterable[Any]:
-        """All that is said in terms of the sizes."""
+        """Yield all expressions over the sizes."""
         yield from (*self.grid, *self.assumptions)
         for argument in self.arguments.values():
             if isinstance(argument, Buffer):
@@ -247,46 +243,48 @@ class Contract:
 
     @property
     def facts(self) -> list[Bool]:
-        """What holds of the sizes."""
+        """Return the conditions on the sizes."""
         return [*(size.range for size in self.sizes), *self.assumptions]
 
 
 def free_names(expressions: Iterable[Any]) -> set[str]:
-    """The names of the constants that expressions of z3's are made of."""
+    """Return the names of the constants in z3 expressions."""
     return {str(constant) for constant in constants_of(expressions).values()}
 
 
 def constants_of(expressions: Iterable[Any]) -> dict[int, Any]:
-    """The constants without a value in expressions of z3's, by their ids."""
-    found: dict[int, Any] = {}
+    """Return the uninterpreted constants in z3 expressions, by their ids."""
+    constants: dict[int, Any] = {}
     for expression in expressions:
         if z3.is_expr(expression):
-            found |= _constants_in(expression)
-    return found
+            constants |= _constants_in(expression)
+    return constants
 
 
-Found = TypeVar("Found")
-_MOST_REMEMBERED = 20_000
+Result = TypeVar("Result")
+_MAX_CACHED = 20_000
 
 
-def remembered(look: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """What a function finds in an expression is found once: facts are asked about with every obligation, and walking
-    through them would take most of the time. An id belongs to an expression for as long as there is one, so the
-    expression is kept with what was found."""
-    known: dict[int, tuple[Any, Found]] = {}
+def remembered(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """Cache the results of a function of one expression.
 
-    @wraps(look)
-    def found_in(expression: Any) -> Found:
+    Facts are used by every obligation, and traversing them each time would take most of the time. An id is valid
+    only while its expression lives, so the cache keeps the expression.
+    """
+    cache: dict[int, tuple[Any, Result]] = {}
+
+    @wraps(function)
+    def cached_function(expression: Any) -> Result:
         identity = expression.get_id()
-        if identity in known and known[identity][0].ctx is expression.ctx:
-            return known[identity][1]
-        found = look(expression)
-        if len(known) >= _MOST_REMEMBERED:
-            known.clear()
-        known[identity] = expression, found
-        return found
+        if identity in cache and cache[identity][0].ctx is expression.ctx:
+            return cache[identity][1]
+        result = function(expression)
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
+        cache[identity] = expression, result
+        return result
 
-    return found_in
+    return cached_function
 
 
 @remembered
@@ -299,12 +297,12 @@ def _constants_in(expression: Any) -> dict[int, Any]:
 
 
 def parts_of(expression: Any) -> Iterator[Any]:
-    """An expression of z3's and all that it is made of, each part once."""
+    """Yield a z3 expression and all of its subexpressions, each once."""
     seen: set[int] = set()
-    todo = [expression]
-    while todo:
-        part = todo.pop()
+    pending = [expression]
+    while pending:
+        part = pending.pop()
         if part.get_id() not in seen:
             seen.add(part.get_id())
-            todo += part.children()
+            pending += part.children()
             yield part

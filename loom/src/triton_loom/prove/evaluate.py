@@ -1,10 +1,10 @@
-"""The integers, booleans and pointers of a kernel as expressions of program, lane and iteration.
+"""Integers, booleans and pointers of a kernel as expressions of program, lane and iteration.
 
-A value is evaluated at an index: one lane of a tile. Floats are not evaluated. What is not understood becomes a
-constant of which nothing is known but its type: proofs about it hold whatever it is.
+A value is evaluated at an index: one lane of a tile. Floats are not evaluated. Unsupported operations become
+constants of which only the type is known: proofs about them hold whatever their value is.
 
-Arithmetic is that of mathematics. Where a machine's would differ, there is an obligation that it does not
-(`obligations`), so each evaluation also tells which values it was made from (`Dependency`).
+Arithmetic is mathematical. Where a machine's would differ, an obligation states that it does not (`obligations`),
+so each evaluation also records which values it depends on (`Dependency`).
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from .values import (
     Dependency,
     Index,
     Loop,
-    Place,
+    Target,
+    advance,
     blocks_inside,
-    chosen,
     in_type,
-    moved,
     relations,
+    select,
     storage_of,
 )
 
 
 class Evaluator(Shapes):
-    """Evaluates the values of one kernel under a contract."""
+    """Evaluator of the values of one kernel under a contract."""
 
     def __init__(self, function: Function, contract: Contract) -> None:
         self.function, self.contract, self.scope = function, contract, Scope()
         self.programs = [z3.Int(f"program!{axis}") for axis in "xyz"]
         self.grid = [self.scope.without_division(integer(size)) for size in contract.grid]
         self.lanes: dict[str, tuple[Any, int]] = {}
-        self.stored: set[str | None] = set()  # storages that the kernel writes; None: it may be any
+        self.stored: set[str | None] = set()  # storages that the kernel writes; None: possibly any
         self.memo: dict[tuple[Any, ...], tuple[Any, Dependencies]] = {}
-        self.counters: list[tuple[Int, Int]] = []  # names of counters of loops, and what they are
-        self._doing: set[tuple[Any, ...]] = set()
-        self._depth = 0  # of evaluations apart
+        self.counters: list[tuple[Int, Int]] = []  # constants that name loop counters, and their definitions
+        self._in_progress: set[tuple[Any, ...]] = set()
+        self._depth = 0  # of isolated evaluations
         self._seen: list[Dependencies] = [{}]
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
         self.arguments = {arg: self._argument(arg) for arg in function.args}
         self.extents = {
             name: self.scope.without_division(integer(a.extent))
@@ -62,45 +62,47 @@ class Evaluator(Shapes):
         }
 
     def _argument(self, arg: Value) -> Any:
-        given = self.contract.arguments.get(arg.name)
+        argument = self.contract.arguments.get(arg.name)
         if isinstance(arg.type, Opaque):
             return None
-        kind = element_of(arg.type)
-        if isinstance(kind, Pointer):
-            if isinstance(given, Buffer):
-                return (Place(z3.BoolVal(True), arg.name, z3.IntVal(0)),)
-            return (Place(z3.BoolVal(True), None, z3.IntVal(0), f"{arg.name} has no buffer in the contract"),)
-        if kind.is_float:
+        element = element_of(arg.type)
+        if isinstance(element, Pointer):
+            if isinstance(argument, Buffer):
+                return (Target(z3.BoolVal(True), arg.name, z3.IntVal(0)),)
+            return (
+                Target(z3.BoolVal(True), None, z3.IntVal(0), f"{arg.name} has no buffer in the contract"),
+            )
+        if element.is_float:
             return None
-        if given is None or isinstance(given, Buffer | float):
+        if argument is None or isinstance(argument, Buffer | float):
             raise ContractError(f"the integer argument {arg.name} has no value in the contract")
-        if kind == I1:
-            return given if z3.is_bool(given) else integer(int(given)) != 0
-        return self.scope.without_division(integer(given))
+        if element == I1:
+            return argument if z3.is_bool(argument) else integer(int(argument)) != 0
+        return self.scope.without_division(integer(argument))
 
     # -- facts --
 
     @property
     def contract_facts(self) -> list[Bool]:
-        """What the contract says of the sizes."""
+        """Return the contract's conditions on the sizes."""
         return [self.scope.without_division(fact) for fact in self.contract.facts]
 
     @property
     def facts(self) -> list[Bool]:
-        """What holds in every program: of the sizes, of the arguments, of programs and lanes."""
+        """Return the facts that hold in every program, about sizes, arguments, programs and lanes."""
         facts = self.contract_facts
         for arg, value in self.arguments.items():
             if z3.is_expr(value) and z3.is_int(value):
                 facts.append(in_type(value, element_of(arg.type).bits))
         for name, extent in self.extents.items():
-            # no tensor is larger than the part of the address space that programs have
+            # no tensor exceeds the user address space
             facts += [extent >= 0, extent < 2**47 // self.contract.arguments[name].itemsize]
         for program, size in zip(self.programs, self.grid, strict=True):
             facts += [program >= 0, program < size, size < 2**31]
         return facts + [z3.And(lane >= 0, lane < size) for lane, size in self.lanes.values()]
 
     def lane_index(self, shape: Sequence[int]) -> Index:
-        """Any lane of a tile."""
+        """Return the index of an arbitrary lane of a tile."""
         return tuple(self.lane(f"lane!{dim}.{size}", size) for dim, size in enumerate(shape))
 
     def lane(self, name: str, size: int) -> Any:
@@ -113,22 +115,22 @@ class Evaluator(Shapes):
     # -- evaluation --
 
     def ev(self, value: Value, index: Index = ()) -> Any:
-        """The value of one lane: an integer or boolean of z3's, a tuple of places, or None for a float."""
+        """Evaluate one lane: a z3 integer or boolean, a tuple of targets, or None for a float."""
         return self._remembered(
             (value, tuple(i.get_id() for i in index)), lambda: self._value(value, index), index
         )
 
     def dependencies(self, value: Value, index: Index = ()) -> Dependencies:
-        """What `ev` of the same was made from."""
+        """Return the values on which `ev` of the same value depends."""
         self.ev(value, index)
         return self.memo[value, tuple(i.get_id() for i in index)][1]
 
-    def _remembered(self, key: tuple[Any, ...], make: Any, *keep: Any) -> Any:
+    def _remembered(self, key: tuple[Any, ...], compute: Any, *alive: Any) -> Any:
         if key not in self.memo:
-            self._kept += keep
+            self._alive += alive
             self._seen.append({})
             try:
-                result = make()
+                result = compute()
             finally:
                 seen = self._seen.pop()
             self.memo[key] = result, seen
@@ -142,7 +144,7 @@ class Evaluator(Shapes):
 
     @contextmanager
     def strictly(self) -> Iterator[None]:
-        """All that is evaluated inside matters in every lane."""
+        """Mark everything that is evaluated inside as required in every lane."""
         self._seen.append({})
         try:
             yield
@@ -152,8 +154,8 @@ class Evaluator(Shapes):
                 self._seen[-1][strict.key] = strict
 
     @contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """What is evaluated inside depends on nothing."""
+    def untracked(self) -> Iterator[None]:
+        """Record no dependencies for what is evaluated inside."""
         self._seen.append({})
         try:
             yield
@@ -161,8 +163,8 @@ class Evaluator(Shapes):
             self._seen.pop()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is evaluated inside is forgotten: something is not what it is elsewhere."""
+    def isolated(self) -> Iterator[None]:
+        """Forget what is evaluated inside: some value is bound differently there."""
         memo, self.memo = self.memo, dict(self.memo)
         self._depth += 1
         try:
@@ -172,10 +174,10 @@ class Evaluator(Shapes):
             self._depth -= 1
 
     def opaque(self, value: Value, why: str, home: Block | None = None) -> Any:
-        """Anything that the type of a value can hold."""
+        """Return an arbitrary value of a value's type."""
         element = element_of(value.type)
         if isinstance(element, Pointer):
-            return (Place(z3.BoolVal(True), None, z3.IntVal(0), why),)
+            return (Target(z3.BoolVal(True), None, z3.IntVal(0), why),)
         if element.is_float:
             return None
         home = home or (value.producer.block if value.producer else value.owner)
@@ -212,28 +214,28 @@ class Evaluator(Shapes):
     # -- pointers and memory --
 
     def _tt_addptr(self, op: Op, value: Value, index: Index) -> Any:
-        places, offset = self.ev(op.operands[0], index), self.ev(op.operands[1], index)
-        return tuple(Place(p.when, p.argument, p.offset + offset, p.why) for p in places)
+        targets, offset = self.ev(op.operands[0], index), self.ev(op.operands[1], index)
+        return tuple(Target(p.when, p.argument, p.offset + offset, p.why) for p in targets)
 
     def _tt_bitcast(self, op: Op, value: Value, index: Index) -> Any:
         before, after = element_of(op.operands[0].type), element_of(value.type)
         if isinstance(before, Pointer) and isinstance(after, Pointer):
             sizes = {max(8, element_of(p.pointee).bits) for p in (before, after)}
-            places = self.ev(op.operands[0], index)
+            targets = self.ev(op.operands[0], index)
             if len(sizes) == 1:
-                return places
+                return targets
             return tuple(
-                Place(p.when, None, p.offset, "a pointer to elements of another size") for p in places
+                Target(p.when, None, p.offset, "a pointer to elements of another size") for p in targets
             )
-        whole = isinstance(before, Scalar) and not before.is_float and before.bits == after.bits
-        if before == after or whole:
+        same_bits = isinstance(before, Scalar) and not before.is_float and before.bits == after.bits
+        if before == after or same_bits:
             return self.ev(op.operands[0], index)
         return self.opaque(value, "the bits of a float")
 
     _arith_bitcast = _tt_bitcast
 
     def masked(self, op: Op, index: Index) -> Bool | None:
-        """The mask of an access; None if it has none."""
+        """Return the mask of an access; None if it has none."""
         mask = mask_of(op)
         return None if mask is None else self.ev(mask, index if shape_of(mask.type) else ())
 
@@ -241,89 +243,95 @@ class Evaluator(Shapes):
         element = element_of(value.type)
         if isinstance(element, Pointer):
             return self.opaque(value, "an address found in memory")
-        with self.unnoticed():  # whether mask and address are right is asked where the load is looked at
+        with self.untracked():  # the obligations of mask and address belong to the access itself
             mask = self.masked(op, index)
             happens = conjunction([*self.path(op.block), *([] if mask is None else [mask])])
-            found = self._found(op, value, self.ev(op.operands[0], index), happens)
+            loaded = self._loaded_integer(op, value, self.ev(op.operands[0], index), happens)
         if mask is None:
-            return found
+            return loaded
         others = [o for o in op.operands[1:] if o is not mask_of(op)]
         if others:
             other = self.ev(others[0], index if shape_of(others[0].type) else ())
         else:
             other = self.opaque(value, "a lane that is off, of a load without `other`", op.block)
-        return z3.If(mask, found, other)
+        return z3.If(mask, loaded, other)
 
-    def _found(self, op: Op, value: Value, places: Sequence[Place], happens: Bool) -> Any:
-        """What is in memory."""
-        if any(place.argument is None for place in places):
+    def _loaded_integer(self, op: Op, value: Value, targets: Sequence[Target], happens: Bool) -> Any:
+        """Return the integer in memory."""
+        if any(target.argument is None for target in targets):
             return self.opaque(value, "a value found by an address that is not known")
         element = element_of(value.type)
         constant = self.scope.fresh(value.name, sort=z3.BoolSort() if element == I1 else None, home=op.block)
-        buffers = [self.buffers[place.argument or ""] for place in places]
-        # A contract speaks of an unsigned tensor's elements as they are read there; TTIR's integers have a sign.
-        natural = element != I1 and all(buffer.element.startswith("u") for buffer in buffers)
+        buffers = [self.buffers[target.argument or ""] for target in targets]
+        # A contract describes the elements of an unsigned tensor as unsigned; TTIR's integers are signed.
+        is_unsigned = element != I1 and all(buffer.element.startswith("u") for buffer in buffers)
         if element != I1:
-            fits = (
+            in_range = (
                 z3.And(constant >= 0, constant < 2**element.bits)
-                if natural
+                if is_unsigned
                 else in_type(constant, element.bits)
             )
-            self.scope.know(fits, because="the range of a type")
-        for place, buffer in zip(places, buffers, strict=True):
-            assert place.argument is not None
-            inside = z3.And(place.offset >= 0, place.offset < self.extents[place.argument])
-            here = conjunction([happens, place.when, inside])
-            # A kernel that writes to a tensor may have replaced what the contract says of its elements.
-            known = (
-                element != I1 and self.constant(place.argument) and natural == buffer.element.startswith("u")
+            self.scope.know(in_range, because="the range of a type")
+        for target, buffer in zip(targets, buffers, strict=True):
+            assert target.argument is not None
+            inside = z3.And(target.offset >= 0, target.offset < self.extents[target.argument])
+            happens_inside = conjunction([happens, target.when, inside])
+            # A kernel that writes to a tensor may have changed the elements that the contract describes.
+            usable = (
+                element != I1
+                and self.constant(target.argument)
+                and is_unsigned == buffer.element.startswith("u")
             )
-            assumed = buffer.assumed(constant, place.offset) if known else None
+            assumed = buffer.assumed(constant, target.offset) if usable else None
             if assumed is not None:
-                said = self.scope.without_division(assumed)
-                self.scope.know(said, because=f"the contract, of elements of {place.argument}", when=[here])
-            loaded = Loaded(constant, place.argument, place.offset, here)
-            if not self.constant(place.argument):
+                fact = self.scope.without_division(assumed)
+                self.scope.know(
+                    fact, because=f"the contract, of elements of {target.argument}", when=[happens_inside]
+                )
+            loaded = Loaded(constant, target.argument, target.offset, happens_inside)
+            if not self.constant(target.argument):
                 self.scope.opaque[constant.get_id()] = "what is in memory that the kernel writes to"
-            if known:
-                self._related(loaded)
+            if usable:
+                self._relate(loaded)
             self.scope.loaded[constant.get_id()] = loaded
         top = 2 ** (element.bits - 1)
-        return z3.If(constant >= top, constant - 2 * top, constant) if natural else constant
+        return z3.If(constant >= top, constant - 2 * top, constant) if is_unsigned else constant
 
-    def _related(self, loaded: Loaded) -> None:
-        """What is assumed of two elements of memory that nobody writes meanwhile."""
+    def _relate(self, loaded: Loaded) -> None:
+        """Add the contract's assumptions about two elements of memory that nobody writes meanwhile."""
         buffer: Buffer = self.contract.arguments[loaded.argument]
-        alike = {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
+        related = {buffer.inverse, *(n for n, b in self.buffers.items() if b.inverse == loaded.argument)}
         if buffer.distinct or buffer.ascending or buffer.inverse:
-            alike.add(loaded.argument)
+            related.add(loaded.argument)
         if not self.constant(loaded.argument):
             return
         for other in list(self.scope.loaded.values()):
-            if other.argument in alike and self.constant(other.argument) and not z3.is_bool(other.constant):
-                between = relations(self.contract, loaded, other)
-                self.scope.know(*between, because=f"the contract, of two elements of {loaded.argument}")
+            if other.argument in related and self.constant(other.argument) and not z3.is_bool(other.constant):
+                facts = relations(self.contract, loaded, other)
+                self.scope.know(*facts, because=f"the contract, of two elements of {loaded.argument}")
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The arguments that are one."""
+        """Return the arguments that are buffers."""
         return {name: b for name, b in self.contract.arguments.items() if isinstance(b, Buffer)}
 
     def constant(self, argument: str) -> bool:
-        """Whether nobody writes the memory of an argument while the kernel runs."""
+        """Return whether the memory of an argument is constant while the kernel runs."""
         anywhere = None in self.stored and not self.buffers[argument].unreached
         return not anywhere and storage_of(self.contract, argument) not in self.stored
 
     def _reduce(self, op: Op, value: Value, index: Index) -> Any:
-        found = reduced(self, op, value, index) if op.name == "tt.reduce" else scanned(self, op, value, index)
-        return self.opaque(value, op.name) if found is None else found
+        result = (
+            reduced(self, op, value, index) if op.name == "tt.reduce" else scanned(self, op, value, index)
+        )
+        return self.opaque(value, op.name) if result is None else result
 
     _tt_reduce = _tt_scan = _reduce
 
     # -- control flow --
 
     def path(self, block: Block | None) -> list[Bool]:
-        """What has to hold for a block to run, in the current program and iterations."""
+        """Return the conditions for a block to run, in the current program and iterations."""
         if block is None or block.region is None:
             return []
         return list(self._remembered(("path", block), lambda: self._path(block)))
@@ -347,18 +355,18 @@ class Evaluator(Shapes):
             return [*self.path(op.block), *conditions]
 
     def _reaches(self, block: Block) -> Bool:
-        """Some branch to a block is taken. Branches form no circle; see `obligations`."""
-        return self._remembered(("reaches", block), lambda: self._ways(block))
+        """Return the condition that some branch to a block is taken. Branches form no cycle; see `obligations`."""
+        return self._remembered(("reaches", block), lambda: self._incoming(block))
 
-    def _ways(self, block: Block) -> Bool:
-        ways = []
+    def _incoming(self, block: Block) -> Bool:
+        branches = []
         assert block.region is not None
         for other in block.region.blocks:
             end = other.ops[-1] if other.ops else None
             for number, (target, _) in enumerate(end.successors if end else ()):
                 if target is block and end is not None:
-                    ways.append(self._branch(other, end, number))
-        return z3.Or(*ways)
+                    branches.append(self._branch(other, end, number))
+        return z3.Or(*branches)
 
     def _branch(self, block: Block, end: Op, number: int) -> Bool:
         conditions: list[Bool] = []
@@ -372,9 +380,9 @@ class Evaluator(Shapes):
         return conjunction(conditions)
 
     def loop(self, op: Op) -> Loop:
-        """A counted loop. Its step is positive, which is an obligation."""
-        found: Loop = self._remembered(("loop", op), lambda: self._loop(op))
-        return found
+        """Return a counted loop. Its step is positive, which is an obligation."""
+        loop: Loop = self._remembered(("loop", op), lambda: self._loop(op))
+        return loop
 
     def _loop(self, op: Op) -> Loop:
         home = op.regions[0].block
@@ -383,7 +391,7 @@ class Evaluator(Shapes):
         count = self.scope.fresh("iteration", home=home)
         if z3.is_int_value(z3.simplify(step)):
             counter = lower + count * step
-        else:  # a product has a name of its own, of which most queries need no more than its range
+        else:  # name the product: most queries only need its range
             counter = self.scope.fresh("counter", home=home)
             self.scope.know(counter == lower + count * step, because="the counter of a loop")
             self.counters.append((counter, lower + count * step))
@@ -400,21 +408,21 @@ class Evaluator(Shapes):
         if op is not None and op.name == "scf.while" and op.regions[1].block is block:
             return self.ev(op.regions[0].block.ops[-1].operands[1 + block.args.index(value)], index)
         if op is None and block.region is not None and block is not block.region.blocks[0]:
-            return self._merged(block, block.args.index(value), index)
+            return self._block_parameter(block, block.args.index(value), index)
         return self.opaque(value, f"a value carried by {op.name if op else 'a branch'}")
 
-    def _merged(self, block: Block, slot: int, index: Index) -> Any:
-        """An argument of a block that branches lead to."""
+    def _block_parameter(self, block: Block, slot: int, index: Index) -> Any:
+        """Evaluate an argument of a block that branches lead to."""
         result: Any = None
-        ways = [
+        incoming = [
             (self._branch(other, other.ops[-1], number), passed[slot])
             for other in (block.region.blocks if block.region else ())
             for number, (target, passed) in enumerate(other.ops[-1].successors if other.ops else ())
             if target is block
         ]
-        for condition, passed in ways:
+        for condition, passed in incoming:
             value = self.ev(passed, index)
-            result = value if result is None else chosen(condition, value, result)
+            result = value if result is None else select(condition, value, result)
         return result
 
     def _scf_if(self, op: Op, value: Value, index: Index) -> Any:
@@ -422,10 +430,10 @@ class Evaluator(Shapes):
         with self.strictly():
             condition = self.ev(op.operands[0])
         first, second = (self.ev(region.block.ops[-1].operands[slot], index) for region in op.regions)
-        return chosen(condition, first, second)
+        return select(condition, first, second)
 
     def _scf_for(self, op: Op, value: Value, index: Index) -> Any:
-        """What a loop leaves: affine in the number of its iterations, or anything of which its invariants hold."""
+        """Evaluate a loop's result: affine in its iterations, or any value that satisfies its invariants."""
         slot = op.results.index(value)
         start, step = self.ev(op.operands[3 + slot], index), self.increment(op, slot, index)
         invariants = self.invariants(op, slot) if step is None else []
@@ -434,73 +442,73 @@ class Evaluator(Shapes):
         loop = self.loop(op)
         times = self._remembered(("times", op), lambda: self._times(op, loop))
         if step is not None:
-            return moved(start, times * step)
+            return advance(start, times * step)
         result = self.opaque(value, "a value carried by scf.for")
         end = Moment(
             result, start, loop, times, loop.lower + times * loop.step, self._starts(op, slot, index)
         )
-        some = z3.And(*(invariant(end) for invariant in invariants))
-        left = z3.If(loop.lower < loop.upper, some, result == start)
+        invariant_facts = z3.And(*(invariant(end) for invariant in invariants))
+        fact = z3.If(loop.lower < loop.upper, invariant_facts, result == start)
         when = [*self.path(op.block), in_type(start, element_of(value.type).bits)]
-        self.scope.know(left, because="the invariants of a loop", when=when)
+        self.scope.know(fact, because="the invariants of a loop", when=when)
         return result
 
     def _times(self, op: Op, loop: Loop) -> Int:
         times = self.scope.fresh("iterations", home=op.block)
         end = loop.lower + times * loop.step
-        some = z3.And(times >= 1, end - loop.step < loop.upper, loop.upper <= end)
-        counted = z3.If(loop.lower < loop.upper, some, times == 0)
-        # A step that is not positive is refuted by an obligation; here it must not contradict anything.
+        counts_iterations = z3.And(times >= 1, end - loop.step < loop.upper, loop.upper <= end)
+        fact = z3.If(loop.lower < loop.upper, counts_iterations, times == 0)
+        # An obligation refutes a step that is not positive; here it must not cause a contradiction.
         when = [*self.path(op.block), loop.step >= 1]
-        self.scope.know(counted, because="the number of iterations", when=when)
+        self.scope.know(fact, because="the number of iterations", when=when)
         return times
 
     def _carried(self, op: Op, slot: int, index: Index) -> Any:
-        """A value that a loop carries: affine in the iteration, or what the iteration before has left."""
+        """Evaluate a loop-carried value: affine in the iteration, or the update of the previous iteration."""
         value = op.regions[0].block.args[1 + slot]
         key = value, tuple(i.get_id() for i in index)
-        if key in self._doing or self._depth > 4:
+        if key in self._in_progress or self._depth > 4:
             return self.opaque(value, "a value carried by scf.for")
         start, step = self.ev(op.operands[3 + slot], index), self.increment(op, slot, index)
         loop = self.loop(op)
         if step is not None:
             self._depends(value, index)
-            return moved(start, loop.count * step)
+            return advance(start, loop.count * step)
         invariants = self.invariants(op, slot)
         if invariants:
             carried = self.opaque(value, "a value carried by scf.for")
             now = Moment(carried, start, loop, loop.count, loop.counter, self._starts(op, slot, index))
-            some = z3.And(
+            fact = z3.And(
                 *(invariant(now) for invariant in invariants),
                 z3.Implies(loop.count == 0, carried == start),
             )
             when = [*self.path(op.regions[0].block), in_type(start, element_of(value.type).bits)]
-            self.scope.know(some, because="the invariants of a loop", when=when)
+            self.scope.know(fact, because="the invariants of a loop", when=when)
             return carried
-        self._doing.add(key)
+        self._in_progress.add(key)
         try:
-            with self.strictly(), self.apart():
-                left = self.ev(op.regions[0].block.ops[-1].operands[slot], index)
+            with self.strictly(), self.isolated():
+                updated = self.ev(op.regions[0].block.ops[-1].operands[slot], index)
         finally:
-            self._doing.discard(key)
-        if left is None or isinstance(left, tuple):
+            self._in_progress.discard(key)
+        if updated is None or isinstance(updated, tuple):
             return self.opaque(value, "a value carried by scf.for")
         own = self.scope.bound([loop.count], list(blocks_inside(op)))
         own.pop(loop.count.get_id(), None)
-        (before,) = self.scope.copied([left], own, [(loop.count, loop.count - 1)], op.regions[0].block)
-        return chosen(loop.count == 0, start, before)
+        (before,) = self.scope.copied([updated], own, [(loop.count, loop.count - 1)], op.regions[0].block)
+        return select(loop.count == 0, start, before)
 
     def invariants(self, op: Op, slot: int) -> list[Invariant]:
-        """What always holds of an integer that a loop carries, in every lane, if it is made from what it was before."""
+        """Return the invariants of a loop-carried integer, in every lane, if its update depends on its old value."""
         key = ("invariants", op, slot)
-        if key in self._doing or self._depth > 4:
+        if key in self._in_progress or self._depth > 4:
             return []
-        self._doing.add(key)
+        self._in_progress.add(key)
         try:
-            found: list[Invariant] = self._remembered(key, lambda: self._invariants(op, slot))
-            return found
+            result: list[Invariant] = self._remembered(key, lambda: self._invariants(op, slot))
+            return result
         finally:
-            self._doing.discard(key)
+            self._in_progress.discard(key)
 
     def _invariants(self, op: Op, slot: int) -> list[Invariant]:
         body = op.regions[0].block
@@ -511,41 +519,41 @@ class Evaluator(Shapes):
         index = self.lane_index(shape_of(value.type))
         loop, start = self.loop(op), self.ev(op.operands[3 + slot], index)
         outside, inside = self.path(op.block), self.path(body)
-        with self.strictly(), self.apart():
+        with self.strictly(), self.isolated():
             before = self.opaque(value, "a value carried by scf.for")
             self.memo[value, tuple(i.get_id() for i in index)] = before, {}
-            left = self.ev(end, index)
-        if before.get_id() not in constants_of([left, *self.scope.relevant([left])]):
+            updated = self.ev(end, index)
+        if before.get_id() not in constants_of([updated, *self.scope.relevant([updated])]):
             return []
 
         def proven(facts: Sequence[Bool], goal: Bool) -> bool:
-            known = [*self.facts, *facts]
-            known += self.scope.relevant([*known, goal])
-            names = constants_of([*known, goal])
+            premises = [*self.facts, *facts]
+            premises += self.scope.relevant([*premises, goal])
+            names = constants_of([*premises, goal])
             divisions = [d for d in self.scope.divisions.values() if d.quotient.get_id() in names]
             lemmas: dict[str, Lemmas] = {
-                "quotients": lambda: about_quotients([*known, goal], divisions),
-                "products": lambda: about_products([*known, goal]),
+                "quotients": lambda: about_quotients([*premises, goal], divisions),
+                "products": lambda: about_products([*premises, goal]),
             }
-            return decide(known, goal, lemmas, QUICK).verdict == "proven"
+            return decide(premises, goal, lemmas, QUICK).verdict == "proven"
 
         return inductive(
             Moment(before, start, loop, loop.count, loop.counter, self._starts(op, slot, index)),
-            left,
+            updated,
             lambda goal: proven([*outside, loop.lower < loop.upper], goal),
             lambda facts, goal: proven([*inside, *facts], goal),
         )
 
     def _starts(self, op: Op, slot: int, index: Index) -> list[Int]:
-        """What the other integers of the same shape that a loop carries are before its first iteration."""
+        """Return the initial values of the other loop-carried integers of the same shape."""
         own = op.operands[3 + slot]
         others = [o for o in op.operands[3:] if o is not own and shape_of(o.type) == shape_of(own.type)]
-        with self.unnoticed():
-            found = [self.ev(o, index) for o in others]
-        return [start for start in found if z3.is_expr(start) and z3.is_int(start)]
+        with self.untracked():
+            values = [self.ev(o, index) for o in others]
+        return [start for start in values if z3.is_expr(start) and z3.is_int(start)]
 
     def increment(self, op: Op, slot: int, index: Index) -> Int | None:
-        """What each iteration adds to a value that a loop carries, if that is always the same."""
+        """Return the amount that each iteration adds to a loop-carried value, if it is loop-invariant."""
         key = ("increment", op, slot, tuple(i.get_id() for i in index))
         return self._remembered(key, lambda: self._increment(op, slot, index), index)
 
@@ -555,14 +563,16 @@ class Evaluator(Shapes):
         element = element_of(value.type)
         if element == I1 or (isinstance(element, Scalar) and element.is_float) or self._depth > 4:
             return None
-        loop, stand_in = self.loop(op), self.scope.fresh("carried", home=body)
+        loop, placeholder = self.loop(op), self.scope.fresh("carried", home=body)
         key = value, tuple(i.get_id() for i in index)
         start = self.ev(op.operands[3 + slot], index) if isinstance(element, Pointer) else None
         if start is not None and len(start) != 1:
             return None
-        with self.apart():
-            bound = (Place(start[0].when, start[0].argument, stand_in),) if start else stand_in
-            self.memo[key] = bound, {}
+        with self.isolated():
+            stand_in_value = (
+                (Target(start[0].when, start[0].argument, placeholder),) if start else placeholder
+            )
+            self.memo[key] = stand_in_value, {}
             self._seen.append({})
             after = self.ev(end, index)
             seen = self._seen.pop()
@@ -570,17 +580,17 @@ class Evaluator(Shapes):
             if len(after) != 1 or start is None or after[0].argument != start[0].argument:
                 return None
             after = after[0].offset
-        step = z3.simplify(after - stand_in, som=True)
-        own = self.scope.bound([loop.count, loop.counter, stand_in], list(blocks_inside(op)))
+        step = z3.simplify(after - placeholder, som=True)
+        own = self.scope.bound([loop.count, loop.counter, placeholder], list(blocks_inside(op)))
         if not own.keys().isdisjoint(constants_of([step])):
             return None
-        sum_ = end.producer
+        update = end.producer
         if (
-            sum_ is not None
-            and sum_.name in ("arith.addi", "tt.addptr", "arith.subi")
-            and value in sum_.operands
+            update is not None
+            and update.name in ("arith.addi", "tt.addptr", "arith.subi")
+            and value in update.operands
         ):
-            # the sums are those of the value itself, which has to fit wherever it is used
+            # the sum is the value itself, which has to fit wherever it is used
             seen = {k: d for k, d in seen.items() if d.value is not end}
         self._seen[-1].update(seen)
         return step

@@ -1,9 +1,9 @@
-"""An offset is inside of a tensor digit by digit, as a tensor is rows of rows.
+"""Bounds proven digit by digit, as a tensor is rows of rows.
 
     0 <= low < s  and  0 <= high < n  imply  0 <= high * s + low < n * s
 
-An offset that is written as a sum of products is taken apart by one factor of the extent after the other. What is left
-are questions about single indices, which are easier than one about their product.
+An offset that is a sum of products is split by one factor of the extent after another. The remaining questions are
+about single indices, which are easier than one about their product.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Term = tuple[int, list[Any]]
 
 
 def inside(offset: Any, extent: Any, shown: Shown) -> bool:
-    """Whether an offset is shown to be at least 0 and below the extent."""
-    whole = z3.simplify(extent)
-    if z3.is_add(whole):  # nothing to take apart
+    """Return whether an offset is shown to be at least 0 and below the extent."""
+    simplified = z3.simplify(extent)
+    if z3.is_add(simplified):  # nothing to split
         return False
-    ((number, factors),) = terms_of(whole)
+    ((number, factors),) = terms_of(simplified)
     return _inside(terms_of(undivided(offset, shown)), number, factors, shown)
 
 
 def _inside(offset: Terms, number: int, factors: list[Any], shown: Shown) -> bool:
     for size, rest in _sizes(number, factors):
-        for high, low in _taken_apart(offset, size):
+        for high, low in _split(offset, size):
             below = sum_of(low)
             if shown(z3.And(below >= 0, below < sum_of([size]))):
                 return _inside(high, *rest, shown)
@@ -39,8 +39,7 @@ def _inside(offset: Terms, number: int, factors: list[Any], shown: Shown) -> boo
 
 
 def _sizes(number: int, factors: list[Any]) -> Iterator[tuple[Term, Term]]:
-    """Parts of a product that are less than all of it, and what each leaves: its number, single factors, then products
-    of factors."""
+    """Yield proper divisors of a product with their cofactors: its number, single factors, then products of factors."""
     if number > 1 and factors:
         yield (number, []), (1, factors)
     for count in range(1, len(factors)):
@@ -51,9 +50,11 @@ def _sizes(number: int, factors: list[Any]) -> Iterator[tuple[Term, Term]]:
             )
 
 
-def _taken_apart(offset: Terms, size: Term) -> Iterator[tuple[Terms, Terms]]:
-    """The terms that are multiples of a size, divided by it, and the others. What is a number of times the size alone
-    may be with either."""
+def _split(offset: Terms, size: Term) -> Iterator[tuple[Terms, Terms]]:
+    """Yield the terms that are multiples of a size, divided by it, and the remaining terms.
+
+    Terms that are a number times the size may belong to either.
+    """
     high: Terms = []
     low: Terms = []
     alone: Terms = []

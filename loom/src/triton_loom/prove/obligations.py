@@ -1,4 +1,4 @@
-"""What has to hold for a kernel to do no harm, as questions for the solver."""
+"""Conditions for a kernel to do no harm, as questions for the solver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .evaluate import Evaluator
 from .scope import integer
 from .solver import QUICK, ask, z3
 from .sums import is_same
-from .values import Dependencies, Dependency, Index, Place, in_type, storage_of
+from .values import Dependencies, Dependency, Index, Target, in_type, storage_of
 
 ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 _KNOWN = {*ELEMENTWISE, *SHAPES, *ROOTS, *EFFECTS, *CONTROL, *IGNORED} - {"tt.call"}
@@ -33,7 +33,7 @@ _KNOWN |= {MAKES_DESCRIPTOR, *descriptors.LOADS, *descriptors.STORES}
 
 @dataclass(frozen=True)
 class Obligation:
-    """Under what is assumed, the goal holds."""
+    """Goal that holds under assumptions."""
 
     kind: Kind
     what: str
@@ -41,25 +41,25 @@ class Obligation:
     assuming: Sequence[Bool]
     goal: Bool
     lane: Index = ()
-    stronger: Sequence[Bool] = ()  # goals that imply this one, and may be easier
-    shows: tuple[str, Sequence[Int]] = ("", ())  # what a counterexample says, and the numbers in it
-    unknown: str = ""  # why nothing can be said
-    within: tuple[Int, Int] | None = None  # the goal is that the first is at least 0 and below the second
+    stronger: Sequence[Bool] = ()  # goals that imply this one and may be easier
+    shows: tuple[str, Sequence[Int]] = ("", ())  # format of a counterexample, and its numbers
+    unknown: str = ""  # why it cannot be decided
+    within: tuple[Int, Int] | None = None  # if the goal is 0 <= first < second: these two
 
 
 @dataclass(frozen=True)
 class Access:
-    """A load, store or atomic in one lane."""
+    """Load, store or atomic in one lane."""
 
     op: Op
     lane: Index
-    places: Sequence[Place]
+    targets: Sequence[Target]
     mask: Bool | None
     path: Sequence[Bool]
 
     @property
     def happens(self) -> list[Bool]:
-        """When it does."""
+        """Return the conditions under which it happens."""
         return [*self.path, *([] if self.mask is None else [self.mask])]
 
     @property
@@ -72,12 +72,12 @@ class Access:
 
     @property
     def orders_programs(self) -> bool:
-        """Whether it is atomic for other programs too; scope `cta` is that of one program."""
+        """Return whether it is atomic for other programs too; scope `cta` covers one program."""
         return self.atomic and "cta" not in self.op.attrs.get("flags", ())
 
     @property
     def replaces(self) -> bool:
-        """Whether the element afterwards is what was given, whatever it was before."""
+        """Return whether the element's new value is independent of the old one."""
         return self.op.name == "tt.store" or (
             self.op.name == "tt.atomic_rmw" and "exch" in self.op.attrs.get("flags", ())
         )
@@ -89,7 +89,7 @@ class Access:
 
 @dataclass
 class Question:
-    """A kernel under a contract: what it accesses, and what has to be proven of it."""
+    """Accesses of a kernel under a contract, and the obligations to prove."""
 
     evaluator: Evaluator
     accesses: list[Access] = field(default_factory=list)
@@ -97,45 +97,45 @@ class Question:
 
 
 def question(evaluator: Evaluator) -> Question:
-    """All obligations of a kernel."""
+    """Collect all obligations of a kernel."""
     function = evaluator.function
-    asked = Question(evaluator)
-    if any(_circular(block) for block in function.body.blocks):
-        asked.obligations.append(_unknown("modelled", "branches", function.location, "they form a loop"))
-        return asked
+    result = Question(evaluator)
+    if any(_is_cyclic(block) for block in function.body.blocks):
+        result.obligations.append(_unknown("modelled", "branches", function.location, "they form a loop"))
+        return result
     ops = list(function.body.walk())
     evaluator.stored = set(_stored(evaluator, ops))
     for op in ops:
-        asked.obligations += _understood(op)
+        result.obligations += _unsupported(op)
         if op.name in ACCESSES:
             lane = evaluator.lane_index(shape_of(op.operands[0].type))
-            places, mask = evaluator.ev(op.operands[0], lane), evaluator.masked(op, lane)
-            asked.accesses.append(Access(op, lane, places, mask, evaluator.path(op.block)))
-    for access in asked.accesses:
-        asked.obligations += _bounds(evaluator, access)
+            targets, mask = evaluator.ev(op.operands[0], lane), evaluator.masked(op, lane)
+            result.accesses.append(Access(op, lane, targets, mask, evaluator.path(op.block)))
+    for access in result.accesses:
+        result.obligations += _bounds(evaluator, access)
     for op in ops:
-        asked.obligations += _descriptors(evaluator, op)
-    asked.obligations += _promises(evaluator, ops)
-    asked.obligations += _arithmetic(evaluator, asked.accesses, ops)
+        result.obligations += _descriptors(evaluator, op)
+    result.obligations += _promises(evaluator, ops)
+    result.obligations += _arithmetic(evaluator, result.accesses, ops)
     for op in ops:
         if op.name == "scf.for":
-            asked.obligations += _loop(evaluator, op)
-    return asked
+            result.obligations += _loop(evaluator, op)
+    return result
 
 
 def _unknown(kind: Kind, what: str, place: str, why: str) -> Obligation:
     return Obligation(kind, what, place, (), z3.BoolVal(False), unknown=why)
 
 
-def _circular(block: Block, above: tuple[Block, ...] = ()) -> bool:
+def _is_cyclic(block: Block, above: tuple[Block, ...] = ()) -> bool:
     if block in above:
         return True
     ends = block.ops[-1].successors if block.ops else []
-    return any(_circular(target, (*above, block)) for target, _ in ends)
+    return any(_is_cyclic(target, (*above, block)) for target, _ in ends)
 
 
-def _understood(op: Op) -> Iterator[Obligation]:
-    """An operation that may do something which is not looked at."""
+def _unsupported(op: Op) -> Iterator[Obligation]:
+    """Report an operation whose effects are unsupported."""
     if op.name not in _KNOWN:
         yield _unknown("modelled", op.name, op.location, f"what {op.name} does to memory is not known here")
     elif op.name == "tt.elementwise_inline_asm" and op.attrs.get("pure") is not True:
@@ -145,7 +145,7 @@ def _understood(op: Op) -> Iterator[Obligation]:
 
 
 def _stored(evaluator: Evaluator, ops: Sequence[Op]) -> Iterator[str | None]:
-    """The storages that are written. Pointers are followed by their text, because nothing is evaluated yet."""
+    """Yield the storages that are written. Pointers are traced through the IR, because nothing is evaluated yet."""
     for op in ops:
         if op.name in ACCESSES and op.name != "tt.load":
             yield _storage_at(evaluator, op.operands[0])
@@ -172,26 +172,26 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
     if isinstance(pointer.pointee, Tensor):
         yield _unknown("bounds", access.name, op.location, "a pointer to a block")
         return
-    for place in access.places:
-        if place.argument is None:
-            yield _unknown("bounds", access.name, op.origin or op.location, place.why)
+    for target in access.targets:
+        if target.argument is None:
+            yield _unknown("bounds", access.name, op.origin or op.location, target.why)
             continue
-        buffer: Buffer = evaluator.contract.arguments[place.argument]
-        what = f"{access.name} {place.argument}"
+        buffer: Buffer = evaluator.contract.arguments[target.argument]
+        what = f"{access.name} {target.argument}"
         if max(1, element_of(pointer.pointee).bits // 8) != buffer.itemsize:
             why = f"it is of {pointer.pointee}, and the contract's elements are {buffer.element}"
             yield _unknown("bounds", what, op.origin or op.location, why)
             continue
-        assuming = [*access.happens, place.when]
-        extent = evaluator.extents[place.argument]
-        flat = z3.And(place.offset >= 0, place.offset < extent)
+        assuming = [*access.happens, target.when]
+        extent = evaluator.extents[target.argument]
+        flat = z3.And(target.offset >= 0, target.offset < extent)
         stronger: list[Bool] = []
         goal = flat
         if buffer.dims is not None:
-            stronger, goal = strided(evaluator, place.offset, buffer)
+            stronger, goal = strided(evaluator, target.offset, buffer)
             goal = z3.And(flat, goal)
-        shows = ("element {} of {}", (place.offset, extent))
-        within = (place.offset, extent) if buffer.dims is None else None
+        shows = ("element {} of {}", (target.offset, extent))
+        within = (target.offset, extent) if buffer.dims is None else None
         yield Obligation(
             "bounds",
             what,
@@ -209,60 +209,63 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
 def _descriptors(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
     place, path = op.origin or op.location, evaluator.path(op.block)
     if op.name == MAKES_DESCRIPTOR:
-        for where in evaluator.ev(described(op)[0]):
-            if where.argument is None:
-                yield _unknown("descriptor", "descriptor", place, where.why)
+        for target in evaluator.ev(described(op)[0]):
+            if target.argument is None:
+                yield _unknown("descriptor", "descriptor", place, target.why)
                 continue
-            for what, goal in descriptors.truths(evaluator, op, where):
-                named, shows = f"{what} of {where.argument}", ("it is not what it says", ())
-                yield Obligation("descriptor", named, place, [*path, where.when], goal, shows=shows)
+            for what, goal in descriptors.truths(evaluator, op, target):
+                description, shows = f"{what} of {target.argument}", ("it is not what it says", ())
+                yield Obligation("descriptor", description, place, [*path, target.when], goal, shows=shows)
     elif op.name in (*descriptors.LOADS, *descriptors.STORES):
-        maker = descriptors.made(op)
+        maker = descriptors.maker_of(op)
         if maker is None:
             yield _unknown("descriptor", op.name, place, "its descriptor was not made in this kernel")
             return
         yield Obligation("reached", op.name.removeprefix("tt."), place, path, z3.BoolVal(False))
         base = evaluator.ev(described(maker)[0])
-        storages = {storage_of(evaluator.contract, where.argument) for where in base}
+        storages = {storage_of(evaluator.contract, target.argument) for target in base}
         if op.name in descriptors.STORES or not evaluator.stored.isdisjoint({None, *storages}):
             yield _unknown("race", op.name, place, "tiles that go through descriptors are not compared")
 
 
 def strided(evaluator: Evaluator, offset: Int, buffer: Buffer) -> tuple[list[Bool], Bool]:
-    """That an offset is one of a view's elements: conditions that are enough, as the offset is written, and one by its
-    digits to the strides, which is also needed where no two elements share a place and larger strides come first."""
+    """Return conditions for an offset to be an element of a view: sufficient ones, and one that may also be necessary.
+
+    The sufficient ones follow the form in which the offset is written. The other, by its digits with respect to the
+    strides, is necessary if no two elements overlap and larger strides come first.
+    """
     scope = evaluator.scope
     dims = [tuple(scope.without_division(integer(part)) for part in dim) for dim in buffer.dims or ()]
-    written: list[Bool] | None = []
+    by_form: list[Bool] | None = []
     digits: list[Bool] = []
-    rest = by_digits = offset
+    remaining = by_digits = offset
     for size, stride in dims:
         if z3.is_int_value(stride) and stride.as_long() == 0:
             continue
         division = scope.divide(by_digits, stride)
         digits.append(z3.And(division.quotient >= 0, division.quotient < size))
         by_digits = division.remainder
-        if written is not None:
-            parts = _split(rest, stride, scope)
-            written = None if parts is None else [*written, z3.And(parts[0] >= 0, parts[0] < size)]
-            rest = rest if parts is None else parts[1]
+        if by_form is not None:
+            parts = _split(remaining, stride, scope)
+            by_form = None if parts is None else [*by_form, z3.And(parts[0] >= 0, parts[0] < size)]
+            remaining = remaining if parts is None else parts[1]
     exact = z3.And(*digits, by_digits == 0, offset >= 0) if digits else offset == 0
-    return ([] if written is None else [z3.And(*written, rest == 0)]), exact
+    return ([] if by_form is None else [z3.And(*by_form, remaining == 0)]), exact
 
 
 def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
-    """An offset as digit * stride + rest, if it is written like that."""
+    """Split an offset into digit * stride + rest, if it has that form."""
     if z3.is_int_value(stride):
         division = scope.divide(offset, stride)
         return division.quotient, division.remainder
     if not z3.is_const(stride):
         return None
-    rest, one = (z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1))
-    digit = z3.simplify(one - rest, som=True)
-    whole = digit * stride + rest
+    rest, at_one = (z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1))
+    digit = z3.simplify(at_one - rest, som=True)
+    recombined = digit * stride + rest
     return (
         (digit, rest)
-        if is_same(offset, whole) or ask([], offset == whole, QUICK // 8).verdict == "proven"
+        if is_same(offset, recombined) or ask([], offset == recombined, QUICK // 8).verdict == "proven"
         else None
     )
 
@@ -271,11 +274,13 @@ def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
 
 
 def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[Op]) -> Iterator[Obligation]:
-    """Of everything that addresses, masks and control flow are made of. What is part of addresses alone matters in
-    lanes that are on."""
+    """Yield the obligations of everything that addresses, masks and control flow depend on.
+
+    Values that only addresses depend on matter only in active lanes.
+    """
     done: set[Any] = set()
     everywhere: dict[Any, Dependency] = {}
-    later: list[tuple[Access, Dependency]] = []
+    conditional: list[tuple[Access, Dependency]] = []
 
     def note(dependencies: Dependencies) -> None:
         for dependency in dependencies.values():
@@ -283,10 +288,10 @@ def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[
 
     for access in accesses:
         mask = mask_of(access.op)
-        found = dict(evaluator.dependencies(access.op.operands[0], access.lane))
-        strict = {key: d for key, d in found.items() if d.strict or mask is None}
+        dependencies_ = dict(evaluator.dependencies(access.op.operands[0], access.lane))
+        strict = {key: d for key, d in dependencies_.items() if d.strict or mask is None}
         note(strict)
-        later += [(access, d) for key, d in found.items() if key not in strict]
+        conditional += [(access, d) for key, d in dependencies_.items() if key not in strict]
         if access.op.block:
             note(evaluator.memo["path", access.op.block][1])
         if mask is not None:
@@ -298,33 +303,35 @@ def _arithmetic(evaluator: Evaluator, accesses: Sequence[Access], ops: Sequence[
         elif op.name == "scf.for":
             evaluator.loop(op)
             note(evaluator.memo["loop", op][1])
-        elif op.name == "scf.while":  # whether it ends may depend on all that it carries
+        elif op.name == "scf.while":  # its termination may depend on everything it carries
             for region in op.regions:
                 for operand in region.block.ops[-1].operands:
                     note(evaluator.dependencies(operand, evaluator.lane_index(shape_of(operand.type))))
     for dependency in everywhere.values():
-        yield from _of_value(evaluator, dependency, ())
-    for access, dependency in later:
+        yield from _value_obligations(evaluator, dependency, ())
+    for access, dependency in conditional:
         key = dependency.value, _ids(dependency.index)
         if key not in everywhere and (key, access.op) not in done:
             done.add((key, access.op))
-            yield from _of_value(evaluator, dependency, access.happens)
+            yield from _value_obligations(evaluator, dependency, access.happens)
 
 
 def _ids(index: Index) -> tuple[int, ...]:
     return tuple(i.get_id() for i in index)
 
 
-def _of_value(evaluator: Evaluator, dependency: Dependency, where: Sequence[Bool]) -> Iterator[Obligation]:
+def _value_obligations(
+    evaluator: Evaluator, dependency: Dependency, conditions: Sequence[Bool]
+) -> Iterator[Obligation]:
     value, index = dependency.value, dependency.index
     op = value.producer
     result = evaluator.ev(value, index)
-    if op is None:  # carried by a loop, in equal steps
+    if op is None:  # loop-carried, with a constant increment
         element = element_of(value.type)
         if isinstance(element, Pointer) or value.owner is None or result is None:
             return
         parent = value.owner.region.parent if value.owner.region else None
-        assuming = [*evaluator.path(value.owner), *where]
+        assuming = [*evaluator.path(value.owner), *conditions]
         shows = (f"{{}}, which an {element} can't hold", (result,))
         what, place = f"{value.name} {element}", parent.location if parent else ""
         yield Obligation("overflow", what, place, assuming, in_type(result, element.bits), index, shows=shows)
@@ -335,19 +342,19 @@ def _of_value(evaluator: Evaluator, dependency: Dependency, where: Sequence[Bool
     if op.name.startswith(("arith.", "math.")) and op.name != "arith.constant":
         operands = [evaluator.ev(o, index if shape_of(o.type) else ()) for o in op.operands]
     element = element_of(value.type)
-    needed = requirements(op, operands, result)
+    required = requirements(op, operands, result)
     if op.name == "scf.for" and z3.is_int(
         result
-    ):  # the sum of equal steps: what is between begin and end fits too
-        needed = [("overflow", in_type(result, element.bits))]
-    for kind, goal in needed:
-        shown = [result] if kind == "overflow" else operands
+    ):  # constant increments: values between start and end fit too
+        required = [("overflow", in_type(result, element.bits))]
+    for kind, goal in required:
+        numbers = [result] if kind == "overflow" else operands
         text = f"{{}}, which an {element} can't hold" if kind == "overflow" else "{} / {}"
         what = f"{op.name.rpartition('.')[2]} {element}"
-        assuming = [*evaluator.path(op.block), *where]
+        assuming = [*evaluator.path(op.block), *conditions]
         yield Obligation(
             "overflow" if kind == "overflow" else "sign",
-            what, op.origin or op.location, assuming, goal, index, shows=(text, shown),
+            what, op.origin or op.location, assuming, goal, index, shows=(text, numbers),
         )  # fmt: skip
 
 
@@ -372,11 +379,11 @@ def _promises(evaluator: Evaluator, ops: Iterable[Op]) -> Iterator[Obligation]:
     function, contract = evaluator.function, evaluator.contract
     for arg, attrs in zip(function.args, function.arg_attrs, strict=True):
         value, multiple = evaluator.arguments[arg], attrs.get("tt.divisibility", 1)
-        given = contract.arguments.get(arg.name)
-        if isinstance(given, Buffer) and multiple > 1:
-            goal = z3.BoolVal(given.align % multiple == 0)
+        argument = contract.arguments.get(arg.name)
+        if isinstance(argument, Buffer) and multiple > 1:
+            goal = z3.BoolVal(argument.align % multiple == 0)
             shows: tuple[str, Sequence[Int]] = (
-                f"it is a multiple of {given.align} bytes, not of {multiple}",
+                f"it is a multiple of {argument.align} bytes, not of {multiple}",
                 (),
             )
             yield Obligation("promise", f"argument {arg.name}", function.location, (), goal, shows=shows)
@@ -400,16 +407,16 @@ def _promises(evaluator: Evaluator, ops: Iterable[Op]) -> Iterator[Obligation]:
                 yield Obligation(
                     "contract", f"extent of {name}", function.location, (), number >= 0, shows=shows
                 )
-    named = {arg.name for arg in function.args}
+    parameters = {arg.name for arg in function.args}
     for name, value in contract.arguments.items():
-        if name not in named and name in contract.constants:
+        if name not in parameters and name in contract.constants:
             same = integer(value) == contract.constants[name]
             what, shows = (
                 f"argument {name}",
                 (f"{{}}; it is compiled for {contract.constants[name]}", (integer(value),)),
             )
             yield Obligation("promise", what, function.location, (), same, shows=shows)
-        elif name not in named and z3.is_expr(value):
+        elif name not in parameters and z3.is_expr(value):
             yield _unknown(
                 "promise", f"argument {name}", function.location, "the compiled kernel has no such argument"
             )
@@ -422,25 +429,28 @@ def _promises(evaluator: Evaluator, ops: Iterable[Op]) -> Iterator[Obligation]:
 
 
 def _hints(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
-    """`tl.multiple_of` and its like: along a dimension, runs of consecutive (or equal) elements, each beginning with a
-    multiple. Without a promise about runs, a run is what counts up by one. The sanitizer checks the same."""
+    """Yield the obligations of `tl.multiple_of` and its like.
+
+    Along a dimension, they promise runs of consecutive (or equal) elements, each beginning with a multiple. Without
+    a promise about runs, a run is a maximal sequence that counts up by one. The sanitizer checks the same.
+    """
     shape = shape_of(op.result.type)
     hints = {}
     for name in ("divisibility", "contiguity", "constancy"):
-        given = op.attrs.get(f"tt.{name}")
-        if isinstance(given, Dense):
-            one = isinstance(given.values, int)
-            hints[name] = [given.values] * max(1, len(shape)) if one else given.values
+        attribute = op.attrs.get(f"tt.{name}")
+        if isinstance(attribute, Dense):
+            one = isinstance(attribute.values, int)
+            hints[name] = [attribute.values] * max(1, len(shape)) if one else attribute.values
     if not hints:
         return
     lane = evaluator.lane_index(shape)
     path = evaluator.path(op.block)
 
     def number(index: Index) -> Int:
-        found = evaluator.ev(op.result, index)
-        return found[0].offset if isinstance(found, tuple) and len(found) == 1 else found
+        value = evaluator.ev(op.result, index)
+        return value[0].offset if isinstance(value, tuple) and len(value) == 1 else value
 
-    def moved(dim: int, to: Int) -> Index:
+    def shifted(dim: int, to: Int) -> Index:
         return (*lane[:dim], z3.simplify(to), *lane[dim + 1 :])
 
     own = number(lane)
@@ -456,18 +466,18 @@ def _hints(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
         at = lane[dim] if shape else z3.IntVal(0)
         goals: list[tuple[str, Bool]] = []
         if shape and run > 1:
-            first = number(moved(dim, at / run * run))
+            first = number(shifted(dim, at / run * run))
             goals.append(("max_contiguous", own - first == at % run * unit))
         if shape and equal > 1:
-            goals.append(("max_constancy", own == number(moved(dim, at / equal * equal))))
+            goals.append(("max_constancy", own == number(shifted(dim, at / equal * equal))))
         if multiple > 1:
-            begins: Bool = at % run == 0
+            starts_run: Bool = at % run == 0
             if shape and run == 1 and equal == 1:
-                before = number(moved(dim, z3.If(at > 0, at - 1, 0)))
-                begins = z3.Or(at == 0, own != before + unit)
+                before = number(shifted(dim, z3.If(at > 0, at - 1, 0)))
+                starts_run = z3.Or(at == 0, own != before + unit)
             elif equal > 1:
-                begins = at % equal == 0
-            goals.append(("multiple_of", z3.Implies(begins, own % multiple == 0)))
+                starts_run = at % equal == 0
+            goals.append(("multiple_of", z3.Implies(starts_run, own % multiple == 0)))
         for name, goal in goals:
             yield Obligation(
                 "promise", f"tl.{name}", place, path, goal, lane, shows=("the value is {}", (own,))

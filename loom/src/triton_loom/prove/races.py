@@ -1,8 +1,8 @@
-"""Two programs at once: nothing that one writes is touched by another, and no program writes an element twice.
+"""Pairs of programs: no program accesses what another one writes, and no program writes an element twice.
 
-Everything that belongs to a program (its number, its lanes and iterations, what it loads) is taken twice, the second
-time with a prime. What programs share (sizes, and what follows from them) is taken once. Where one program is asked
-about, its number is shared too.
+All constants of a program (its number, lanes, iterations and loaded values) appear twice, the second time primed.
+Constants that programs share (sizes, and what follows from them) appear once. For questions about one program, its
+number is shared too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .lemmas import ordered
 from .obligations import Access, Obligation, Question
 from .scope import Division, Loaded, integer
 from .solver import z3
-from .values import Place, relations, storage_of
+from .values import Target, relations, storage_of
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Pair:
     """Two accesses that must not meet."""
 
     obligation: Obligation
-    facts: Sequence[Bool]  # of the second program
-    differ: Bool  # it is not the first one again
+    facts: Sequence[Bool]  # about the second program
+    differ: Bool  # the two programs (or lanes, iterations) differ
     divisions: Sequence[Division]
     lemmas: Sequence[Bool]
-    second: Sequence[Any]  # its number
-    twins: Sequence[tuple[Any, Any]]  # what belongs to a program, and the same of the second one
+    second: Sequence[Any]  # number of the second program
+    twins: Sequence[tuple[Any, Any]]  # (constant of the first program, its primed copy)
     offsets: tuple[Any, Any]
-    itself: bool  # both are one access, by two programs, lanes or iterations
+    itself: bool  # both are the same access, by two programs, lanes or iterations
 
 
 class Second:
@@ -44,7 +44,7 @@ class Second:
         scope = evaluator.scope
         lanes = [lane for lane, _ in evaluator.lanes.values()]
         shared = {part.get_id() for d in scope.divisions.values() for part in (d.quotient, d.remainder)}
-        own = [constant for identity, constant in scope.made.items() if identity not in shared]
+        own = [constant for identity, constant in scope.constants.items() if identity not in shared]
         self.local = scope.bound([*lanes, *own] if same_program else [*evaluator.programs, *lanes, *own], ())
         self.twins = [(c, z3.Const(f"{c}~", c.sort())) for c in self.local.values()]
         self.divisions = [
@@ -52,17 +52,17 @@ class Second:
         ]
 
     def prime(self, expression: Any) -> Any:
-        """The same of the other program."""
+        """Translate an expression to the other program."""
         return z3.substitute(expression, *self.twins)
 
     def loaded(self, loaded: Loaded) -> Loaded:
-        """What the other program has loaded."""
+        """Return the integer that the other program loads."""
         constant, offset, happens = map(self.prime, (loaded.constant, loaded.offset, loaded.happens))
         return Loaded(constant, loaded.argument, offset, happens)
 
 
 def races(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligation]:
-    """Of any two programs."""
+    """Yield the pairs of accesses by any two programs."""
     evaluator = question.evaluator
     second = Second(evaluator)
     differ = z3.Or(*(p != second.prime(p) for p in evaluator.programs))
@@ -74,15 +74,15 @@ def races(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
 
 
 def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligation]:
-    """Of one output: by two lanes or iterations of a program, or by two of its stores. What two programs write is a
-    race, and asked about there."""
+    """Yield the pairs of writes to one output: by two lanes or iterations of a program, or by two of its stores.
+    Writes by two programs are races, covered there."""
     evaluator = question.evaluator
     second = Second(evaluator, same_program=True)
     stores = [access for access in question.accesses if access.writes and not access.atomic]
     for output in question.evaluator.contract.outputs:
-        its = [a for a in stores if any(p.argument == output for p in a.places)]
-        for number, one in enumerate(its):
-            for other in its[number:]:
+        output_stores = [a for a in stores if any(p.argument == output for p in a.targets)]
+        for number, one in enumerate(output_stores):
+            for other in output_stores[number:]:
                 differ: Bool = z3.BoolVal(True)
                 if _in_one_while(one.op, other.op):
                     why = "it is in a while loop, whose iterations are not told apart"
@@ -97,12 +97,12 @@ def twice(question: Question, common: Sequence[Bool]) -> Iterator[Pair | Obligat
 
 
 def iterations(evaluator: Evaluator, op: Op) -> list[Any]:
-    """The iterations of the counted loops that an operation is in."""
+    """Return the iterations of the counted loops around an operation."""
     return [evaluator.loop(parent).count for parent in _parents(op) if parent.name == "scf.for"]
 
 
 def _parents(op: Op) -> Iterator[Op]:
-    """The operations that one is in a region of, the innermost first."""
+    """Yield the enclosing operations, the innermost first."""
     block: Block | None = op.block
     while block is not None and block.region is not None and block.region.parent is not None:
         yield block.region.parent
@@ -117,26 +117,26 @@ def _in_one_while(one: Op, other: Op) -> bool:
 class _Meeting:
     second: Second
     common: Sequence[Bool]  # facts about any program
-    differ: Bool  # the two are not the same
+    differ: Bool  # the two differ
     kind: Kind
-    output: str | None = None  # the only one that is asked about
+    output: str | None = None  # the only one of interest
 
 
 def _pairs(
     evaluator: Evaluator, meeting: _Meeting, one: Access, other: Access
 ) -> Iterator[Pair | Obligation]:
     contract = evaluator.contract
-    for a in one.places:
-        for b in other.places:
+    for a in one.targets:
+        for b in other.targets:
             if a.argument is None or b.argument is None:
-                continue  # that nothing is known of it is said where it is accessed
+                continue  # the access's own obligations report the unknown target
             if storage_of(contract, a.argument) != storage_of(contract, b.argument):
                 continue
             if meeting.output not in (None, a.argument, b.argument):
                 continue
-            first, then = contract.arguments[a.argument], contract.arguments[b.argument]
+            buffer, other_buffer = contract.arguments[a.argument], contract.arguments[b.argument]
             what = f"{one.name} {a.argument} and {other.name} {b.argument}"
-            if first.itemsize != then.itemsize:
+            if buffer.itemsize != other_buffer.itemsize:
                 why = "the two have elements of different size in one memory"
                 yield Obligation(meeting.kind, what, one.op.location, (), z3.BoolVal(False), unknown=why)
                 continue
@@ -144,21 +144,25 @@ def _pairs(
 
 
 def _pair(
-    evaluator: Evaluator, meeting: _Meeting, one: tuple[Access, Place], other: tuple[Access, Place], what: str
+    evaluator: Evaluator,
+    meeting: _Meeting,
+    one: tuple[Access, Target],
+    other: tuple[Access, Target],
+    what: str,
 ) -> Pair:
     second, scope = meeting.second, evaluator.scope
-    (access, place), (access_2, place_2) = one, other
-    # Where the two are in the memory that they share.
-    firsts = [integer(evaluator.buffers[p.argument or ""].first) for p in (place, place_2)]
-    apart = not firsts[0].eq(firsts[1])
-    first, first_2 = (scope.without_division(f) if apart else z3.IntVal(0) for f in firsts)
-    offset, offset_2 = place.offset, second.prime(place_2.offset)
-    if apart:
+    (access, target), (access_2, target_2) = one, other
+    # Offsets of both buffers in their common storage.
+    firsts = [integer(evaluator.buffers[p.argument or ""].first) for p in (target, target_2)]
+    offsets_differ = not firsts[0].eq(firsts[1])
+    first, first_2 = (scope.without_division(f) if offsets_differ else z3.IntVal(0) for f in firsts)
+    offset, offset_2 = target.offset, second.prime(target_2.offset)
+    if offsets_differ:
         offset, offset_2 = offset + first, offset_2 + first_2
-    now, then = [*access.happens, place.when], [*access_2.happens, place_2.when]
-    known = scope.relevant([*meeting.common, *now, *then, offset, place_2.offset])
-    facts = [f for f in [*meeting.common, *known, *then] if z3.is_expr(f)]
-    theirs = [second.prime(fact) for fact in facts]
+    now, then = [*access.happens, target.when], [*access_2.happens, target_2.when]
+    relevant_facts = scope.relevant([*meeting.common, *now, *then, offset, target_2.offset])
+    facts = [f for f in [*meeting.common, *relevant_facts, *then] if z3.is_expr(f)]
+    primed = [second.prime(fact) for fact in facts]
     obligation = Obligation(
         meeting.kind,
         what,
@@ -170,31 +174,31 @@ def _pair(
     )
     return Pair(
         obligation,
-        [*theirs, *_memory(evaluator, second, [*now, *then, offset, place_2.offset])],
+        [*primed, *_memory(evaluator, second, [*now, *then, offset, target_2.offset])],
         meeting.differ,
         second.divisions,
         _digits(offset, offset_2, second),
         [second.prime(program) for program in evaluator.programs],
         second.twins,
         (offset, offset_2),
-        access is access_2 and place is place_2,
+        access is access_2 and target is target_2,
     )
 
 
 def _memory(evaluator: Evaluator, second: Second, expressions: Sequence[Any]) -> Iterator[Bool]:
-    """Both programs find the same in memory that nobody writes."""
+    """Yield facts that both programs load the same from memory that nobody writes."""
     names = constants_of(expressions)
-    found = [
+    loads = [
         loaded for i, loaded in evaluator.scope.loaded.items() if i in names and z3.is_int(loaded.constant)
     ]
-    found = [loaded for loaded in found if evaluator.constant(loaded.argument)]
-    for one in found:
-        for other in found:
+    loads = [loaded for loaded in loads if evaluator.constant(loaded.argument)]
+    for one in loads:
+        for other in loads:
             yield from relations(evaluator.contract, one, second.loaded(other))
 
 
 def _digits(offset: Any, offset_2: Any, second: Second) -> list[Bool]:
-    """Where two offsets are sums of multiples of a size, their multiples are in order."""
+    """Return lemmas that order the multiples of a size in two offsets."""
     lemmas = []
     one, other = (z3.simplify(e, som=True) for e in (offset, offset_2))
     for identity, size in sorted(constants_of([one]).items(), key=lambda item: str(item[1])):

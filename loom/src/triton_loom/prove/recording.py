@@ -1,9 +1,9 @@
-"""From launches with numbers to contracts with sizes: "it worked for these; for which does it not?"
+"""Generalization of recorded launches to contracts: "it worked for these sizes; for which does it not?"
 
-A launch is recorded with its tensors, integers and grid. Every extent of a tensor becomes a size; an integer or an axis
-of the grid that is that extent, a product of two, the number of tiles that cover it, or a constant times it, becomes
-that of the size. What is found so is a guess, and printed as such. It is a good one where the extents of a launch are
-different numbers. What callers ensure beyond that can be added.
+A launch is recorded with its tensors, integers and grid. Every extent of a tensor becomes a size. An integer or an
+axis of the grid that equals an extent, a product of two, the number of tiles that cover one, or a constant times
+one, becomes the same expression of the sizes. The result is a guess, and printed as such; it is a good one where
+the extents of a launch are distinct. Conditions that callers ensure can be added.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .solver import ask, z3
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel."""
+    """Recorded launch of a kernel."""
 
     kernel: Any  # the `@triton.jit` function
     grid: tuple[int, int, int]
-    arguments: Mapping[str, Any]  # all of them, by name; tensors with what was in them
+    arguments: Mapping[str, Any]  # all of them, by name; tensors with their contents
 
 
 @contextmanager
 def recorded(most: int = 1) -> Iterator[list[Launch]]:
-    """The launches inside a `with` block, at most so many of each kernel."""
+    """Record the launches inside a `with` block, at most `most` of each kernel."""
     from triton.runtime import JITFunction
 
     launches: list[Launch] = []
@@ -37,11 +37,11 @@ def recorded(most: int = 1) -> Iterator[list[Launch]]:
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not warmup and sum(launch.kernel is self for launch in launches) < most:
-            given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-            named = {p.name: given.get(p.name, p.default) for p in self.params}
-            axes = grid(named) if callable(grid) else grid
+            bound = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            arguments = {p.name: bound.get(p.name, p.default) for p in self.params}
+            axes = grid(arguments) if callable(grid) else grid
             x, y, z = (*axes, 1, 1)[:3]
-            launches.append(Launch(self, (x, y, z), named))
+            launches.append(Launch(self, (x, y, z), arguments))
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     JITFunction.run = note
@@ -53,14 +53,16 @@ def recorded(most: int = 1) -> Iterator[list[Launch]]:
 
 @dataclass
 class _Sizes:
-    """The sizes of a launch, and what other numbers are in terms of them."""
+    """Sizes of a launch, and how other numbers depend on them."""
 
     symbols: dict[int, Symbol] = field(default_factory=dict)
-    tiles: Sequence[int] = ()  # constants that may be tiles
+    tiles: Sequence[int] = ()  # constants that may be tile extents
 
     def meaning(self, number: int) -> Int:
-        """A number as a size, a product of sizes, a number of tiles, a constant times a size, or itself. One that is a
-        constant of the kernel is itself."""
+        """Express a number as a size, a product of sizes, a number of tiles or a constant times a size.
+
+        Constants of the kernel and other numbers stay as they are.
+        """
         if number <= 1 or number in self.tiles:
             return number
         if number in self.symbols:
@@ -73,9 +75,9 @@ class _Sizes:
                 if tile > 1 and cdiv(value, tile) == number:
                     return cdiv(size, tile)
         for value, size in self.symbols.items():
-            for times in self.tiles:
-                if times * value == number:
-                    return times * size
+            for factor in self.tiles:
+                if factor * value == number:
+                    return factor * size
         for one, size in self.symbols.items():
             for other, second in self.symbols.items():
                 for tile in self.tiles:
@@ -84,20 +86,20 @@ class _Sizes:
         return number
 
     def ensured(self, by_callers: Ensured) -> tuple[Bool, ...]:
-        """What callers ensure of the sizes, which has to hold of the launch too."""
-        found = tuple(by_callers({size.name: size for size in self.symbols.values()}))
+        """Return the conditions that callers ensure; they must hold of the recorded launch."""
+        conditions = tuple(by_callers({size.name: size for size in self.symbols.values()}))
         numbers = [(size, z3.IntVal(value)) for value, size in self.symbols.items()]
-        for condition in found:
+        for condition in conditions:
             if not z3.is_true(z3.simplify(z3.substitute(condition, *numbers))):
-                raise ContractError(f"{condition} does not hold of the launch that was recorded")
-        return found
+                raise ContractError(f"{condition} does not hold of the recorded launch")
+        return conditions
 
 
-Ensured = Callable[[Mapping[str, Symbol]], Sequence[Bool]]  # of sizes by their names
+Ensured = Callable[[Mapping[str, Symbol]], Sequence[Bool]]  # conditions on sizes, given by name
 
 
-def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda sizes: ()) -> Contract:
-    """The launches that are like this one, of other sizes. What callers ensure of the sizes may be given."""
+def generalized(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda sizes: ()) -> Contract:
+    """Return a contract of launches like this one with other sizes. `ensured` adds conditions that callers ensure."""
     import torch
 
     parameters = {p.name: p for p in launch.kernel.params}
@@ -130,23 +132,25 @@ def generalised(launch: Launch, most: int = 2**31 - 1, ensured: Ensured = lambda
 
 
 def _storage(name: str, tensors: Mapping[str, Any]) -> tuple[str | None, int]:
-    """Name the memory that a tensor shares with others, and count the elements before its own."""
-    own = tensors[name]
-    storage = own.untyped_storage().data_ptr()
+    """Return the storage that a tensor shares with others (or None), and the tensor's offset in it."""
+    tensor = tensors[name]
+    storage = tensor.untyped_storage().data_ptr()
     sharing = {n: t for n, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() == storage}
     if name not in sharing or len(sharing) == 1:
         return None, 0
-    before = own.data_ptr() - min(tensor.data_ptr() for tensor in sharing.values())
-    if before % own.element_size():
+    before = tensor.data_ptr() - min(other.data_ptr() for other in sharing.values())
+    if before % tensor.element_size():
         raise ContractError(
             f"{name} begins inside of an element of {next(iter(sharing))}: give a contract by hand"
         )
-    return next(iter(sharing)), before // own.element_size()
+    return next(iter(sharing)), before // tensor.element_size()
 
 
 def _size(extent: int, integers: Mapping[str, int], constants: Mapping[str, Any], most: int) -> Symbol:
-    """Named as the argument that has the number. A constant that is the next power of two was made from it: then no
-    more than that is meant."""
+    """Create a size named after the argument with that value.
+
+    A constant that is the next power of two was derived from the extent: it bounds the size.
+    """
     name = next((name for name, value in integers.items() if value == extent), f"size_{extent}")
     power = 1 << (extent - 1).bit_length()
     return symbol(name, 1, power if power in constants.values() else most)
@@ -168,35 +172,40 @@ def _buffer(tensor: Any, sizes: _Sizes) -> Buffer:
 
 
 def _values(tensor: Any, sizes: _Sizes) -> Callable[[Int], Any]:
-    """What was in an integer tensor: numbers from 0 up to a size that is the greatest of them, or else below the
-    constant or size that comes next; and negative ones down to the least, or the only one, which marks something."""
-    least, greatest = int(tensor.min()), int(tensor.max())
-    if greatest in sizes.symbols:
-        limit = sizes.symbols[greatest] + 1
+    """Generalize the contents of an integer tensor.
+
+    Values range from 0 up to and including a size that equals the maximum, or else below the next larger constant
+    or size. Negative values range down to the minimum; a single one is a marker.
+    """
+    minimum, maximum = int(tensor.min()), int(tensor.max())
+    if maximum in sizes.symbols:
+        limit = sizes.symbols[maximum] + 1
     else:
-        known = sizes.symbols if greatest + 1 not in sizes.tiles else {}
-        above = min((value for value in known if value > greatest), default=None)
-        limit = sizes.symbols[above] if above is not None else greatest + 1
-    if least < 0 and int(tensor[tensor < 0].max()) == least:
-        return lambda v: z3.Or(v == least, z3.And(v >= 0, v < limit))
-    return lambda v: z3.And(v >= min(least, 0), v < limit)
+        candidates = sizes.symbols if maximum + 1 not in sizes.tiles else {}
+        above = min((value for value in candidates if value > maximum), default=None)
+        limit = sizes.symbols[above] if above is not None else maximum + 1
+    if minimum < 0 and int(tensor[tensor < 0].max()) == minimum:
+        return lambda v: z3.Or(v == minimum, z3.And(v >= 0, v < limit))
+    return lambda v: z3.And(v >= min(minimum, 0), v < limit)
 
 
 def fixed(contract: Contract) -> dict[str, Any]:
-    """The numbers above 1 that a kernel is given, and sizes that can be one number alone: what is proven is proven for
-    these and no others."""
-    given = {**contract.arguments, **contract.constants}
-    found = {name: value for name, value in given.items() if type(value) is int and value > 1}
-    some = ask(contract.facts, z3.BoolVal(False))
-    for size in contract.sizes if some.verdict == "counterexample" else ():
-        value = some.value(size)
+    """Return integer arguments and constants above 1, and sizes with a single possible value.
+
+    The proof holds only for these.
+    """
+    arguments = {**contract.arguments, **contract.constants}
+    result = {name: value for name, value in arguments.items() if type(value) is int and value > 1}
+    solution = ask(contract.facts, z3.BoolVal(False))
+    for size in contract.sizes if solution.verdict == "counterexample" else ():
+        value = solution.value(size)
         if ask(contract.facts, size == value).verdict == "proven":
-            found[size.name] = value
-    return found
+            result[size.name] = value
+    return result
 
 
 def described(contract: Contract) -> str:
-    """A contract in a few lines, for a person to agree with or not."""
+    """Format a contract in a few lines for a person to check."""
 
     def text(value: Any) -> str:
         return " ".join(str(value).split())

@@ -1,4 +1,4 @@
-"""What is known of reductions and scans: little, but enough for indices that are chosen or counted."""
+"""Facts about reductions and scans: few, but enough for indices that are selected or counted."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ _CHOICES = {"arith.minsi", "arith.maxsi", "arith.minui", "arith.maxui"}
 
 
 class Evaluator(Protocol):
-    """What evaluates the operands; `evaluate.Evaluator` says how."""
+    """Interface that evaluates the operands; see `evaluate.Evaluator`."""
 
     scope: Scope
 
     def ev(self, value: Value, index: Index = ()) -> Any:
-        """A value of one lane."""
+        """Evaluate one lane."""
 
     def opaque(self, value: Value, why: str, home: Block | None = None) -> Any:
-        """Anything that the type of a value can hold."""
+        """Return an arbitrary value of a value's type."""
 
     def path(self, block: Block | None) -> list[Bool]:
-        """What has to hold for a block to run."""
+        """Return the conditions for a block to run."""
 
     def strictly(self) -> AbstractContextManager[None]:
-        """All that is evaluated inside matters in every lane."""
+        """Mark everything that is evaluated inside as required in every lane."""
 
 
 def reduced(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
-    """A minimum, maximum or their place is one of the operand's elements; a sum of zeros and ones is a count. None for
-    anything else."""
+    """Evaluate a reduction; None if nothing is known of it.
+
+    A minimum, maximum or their index is one of the operand's elements; a sum of zeros and ones is a count.
+    """
     slot, axis = op.results.index(value), int(op.attrs["axis"])
     operand, count = op.operands[slot], len(op.operands)
     size = shape_of(operand.type)[axis]
     body = op.regions[0]
     last = body.blocks[-1].ops[-1].operands[slot]
     if len(body.blocks) == 1 and _is_chosen(last, body, slot, count):
-        which = evaluator.scope.fresh("chosen", home=op.block)
-        evaluator.scope.know(z3.And(which >= 0, which < size), because="lanes of a reduction")
+        chosen_lane = evaluator.scope.fresh("chosen", home=op.block)
+        evaluator.scope.know(z3.And(chosen_lane >= 0, chosen_lane < size), because="lanes of a reduction")
         with evaluator.strictly():
-            element = evaluator.ev(operand, (*index[:axis], which, *index[axis:]))
+            element = evaluator.ev(operand, (*index[:axis], chosen_lane, *index[axis:]))
         if element is None or isinstance(element, tuple) or z3.is_bool(element):
             return None
-        # It is that of some lane: which one is not known, so neither is the value.
+        # The value belongs to an unknown lane, so it is unknown too.
         result = evaluator.opaque(value, "the lane that a reduction chooses", op.block)
         bits = element_of(value.type).bits
         evaluator.scope.know(
@@ -61,7 +63,7 @@ def reduced(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
 
 
 def scanned(evaluator: Evaluator, op: Op, value: Value, index: Index) -> Any:
-    """A running sum of zeros and ones is a count of those up to a lane. None for anything else."""
+    """Evaluate a scan: a running sum of zeros and ones counts those up to a lane. None for anything else."""
     slot, axis = op.results.index(value), int(op.attrs["axis"])
     operand = op.operands[slot]
     inner = (*index[:axis], *index[axis + 1 :])
@@ -81,11 +83,11 @@ class _Flags:
     """Zeros and ones along a dimension."""
 
     size: int
-    limits: list[Any]  # for each of these: no lane from it on is one
+    limits: list[Any]  # bounds of the lanes whose flag is one
 
 
 def _count(evaluator: Evaluator, op: Op, value: Value, flags: _Flags) -> Any:
-    """How many of them are ones."""
+    """Return the number of ones."""
     result = evaluator.opaque(value, "a count", op.block)
     evaluator.scope.know(z3.And(result >= 0, result <= flags.size), because="a count")
     for limit in flags.limits:
@@ -94,7 +96,7 @@ def _count(evaluator: Evaluator, op: Op, value: Value, flags: _Flags) -> Any:
 
 
 def _is_chosen(value: Value, body: Region, slot: int, count: int) -> bool:
-    """It is always one of the two elements that are combined."""
+    """Return whether the value is always one of the two elements that are combined."""
     if value in (body.blocks[0].args[slot], body.blocks[0].args[slot + count]):
         return True
     op = value.producer
@@ -106,8 +108,10 @@ def _is_chosen(value: Value, body: Region, slot: int, count: int) -> bool:
 
 
 def _flags(evaluator: Evaluator, op: Op, operand: Value, index: Index, axis: int) -> _Flags | None:
-    """Those that an operation adds up; None if it is not a sum of one operand whose elements are 0 or 1, and of which
-    an integer of its type can hold enough."""
+    """Return the flags that an operation sums, or None.
+
+    It must sum one operand of zeros and ones in a type wide enough for the count.
+    """
     body = op.regions[0].blocks
     if len(op.operands) != 1 or len(body) != 1 or element_of(operand.type).is_float:
         return None
@@ -117,21 +121,24 @@ def _flags(evaluator: Evaluator, op: Op, operand: Value, index: Index, axis: int
     size = shape_of(operand.type)[axis]
     if size >= 2 ** (element_of(operand.type).bits - 1):
         return None
-    evaluator.path(op.block)  # so that the iteration is among what there is before the lane
-    shared = set(evaluator.scope.made)
+    evaluator.path(op.block)  # creates the iteration's constants before the lane's
+    shared = set(evaluator.scope.constants)
     lane = evaluator.scope.fresh("summed", home=op.block)
     evaluator.scope.know(z3.And(lane >= 0, lane < size), because="lanes of a reduction")
     with evaluator.strictly():
         element = evaluator.ev(operand, (*index[:axis], lane, *index[axis:]))
     if element is None or isinstance(element, tuple) or not _is_flag(element):
         return None
-    local = set(evaluator.scope.made) - shared
+    local = set(evaluator.scope.constants) - shared
     return _Flags(size, list(_limits(element, lane, local)))
 
 
 def _limits(flag: Any, lane: Any, local: set[int]) -> Iterator[Any]:
-    """Numbers that a lane is below if its flag is one. They are found among the comparisons that the flag is made from,
-    and they are the same in every lane: `local` are the constants that may have another value in each."""
+    """Yield upper bounds of a lane whose flag is one.
+
+    Candidates come from the comparisons in the flag and must not depend on the lane: `local` are the constants that may
+    differ between lanes.
+    """
     for distance in _distances(flag):
         limit = z3.simplify(z3.substitute(distance, (lane, z3.IntVal(0))), som=True)
         rest = z3.simplify(distance + lane - limit, som=True)
@@ -142,7 +149,7 @@ def _limits(flag: Any, lane: Any, local: set[int]) -> Iterator[Any]:
 
 
 def _distances(expression: Any) -> Iterator[Any]:
-    """Of every comparison in an expression: by how much the larger side is larger, such that it holds from 1 on."""
+    """Yield the difference of the sides of every comparison, such that the comparison holds from 1 on."""
     for part in parts_of(expression):
         if z3.is_lt(part) or z3.is_le(part):
             yield part.arg(1) - part.arg(0) + (1 if z3.is_le(part) else 0)
@@ -151,7 +158,7 @@ def _distances(expression: Any) -> Iterator[Any]:
 
 
 def _is_flag(expression: Any) -> bool:
-    """0 or 1, as it is written."""
+    """Return whether the expression is syntactically 0 or 1."""
     if z3.is_int_value(expression):
         return expression.as_long() in (0, 1)
     if z3.is_app(expression) and expression.decl().kind() == z3.Z3_OP_ITE:

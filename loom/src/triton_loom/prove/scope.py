@@ -1,4 +1,4 @@
-"""The unknowns of a proof: constants that stand for what is not known, and what is known of them."""
+"""Unknowns of a proof, and the facts about them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Division:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An integer that a load has found in memory."""
+    """Integer loaded from memory."""
 
     constant: Any
     argument: str
     offset: Int
-    happens: Bool  # that the load takes place, within its buffer
+    happens: Bool  # the load happens, within its buffer
 
     @property
     def expressions(self) -> tuple[Any, Any, Any]:
@@ -35,43 +35,48 @@ class Loaded:
 
 
 class Scope:
-    """Makes constants and keeps the facts about them. Every fact holds in all executions, also those of a program, lane
-    or iteration in which the constant has no meaning."""
+    """Constants and the facts about them.
+
+    Every fact holds in all executions, even those of a program, lane or iteration for which the constant is
+    meaningless.
+    """
 
     def __init__(self) -> None:
         self.facts: list[Bool] = []
-        self.reasons: dict[int, str] = {}  # what allows each fact, by its id
-        self.made: dict[int, Any] = {}  # all constants that were made here, by id
-        self.homes: dict[int, Any] = {}  # the block that a constant belongs to
-        self.opaque: dict[int, str] = {}  # constants that stand for what is not modelled, and what that is
+        self.reasons: dict[int, str] = {}  # justification of each fact, by its id
+        self.constants: dict[int, Any] = {}  # all constants created here, by id
+        self.home_blocks: dict[int, Any] = {}  # the block that a constant belongs to
+        self.opaque: dict[int, str] = {}  # what an unmodeled constant stands for, by id
         self.loaded: dict[int, Loaded] = {}
         self.divisions: dict[tuple[int, int], Division] = {}
-        self._kept: list[Any] = []  # ids are those of expressions that are alive
+        self._alive: list[Any] = []  # an id is valid only while its expression is alive
         self._defined: dict[
             int, set[int]
-        ] = {}  # by facts that define constants, which exist whatever the others are
+        ] = {}  # constants that a fact defines, by its id: they exist whatever the others are
         self._count = 0
 
     def fresh(self, name: str, *, sort: Any = None, home: Any = None) -> Any:
-        """A new constant, an integer unless another sort is given."""
+        """Create a constant, an integer unless another sort is given."""
         self._count += 1
-        first = "v" if name[:1].isdigit() else ""  # a name of TTIR may be a number, of SMT-LIB not
-        constant = z3.Const(f"{first}{name}!{self._count}", z3.IntSort() if sort is None else sort)
-        self.made[constant.get_id()] = constant
-        self.homes[constant.get_id()] = home
+        prefix = "v" if name[:1].isdigit() else ""  # TTIR names may be numbers, SMT-LIB's may not
+        constant = z3.Const(f"{prefix}{name}!{self._count}", z3.IntSort() if sort is None else sort)
+        self.constants[constant.get_id()] = constant
+        self.home_blocks[constant.get_id()] = home
         return constant
 
     def know(self, *facts: Bool, because: str, when: Iterable[Bool] = ()) -> None:
-        """Add facts that hold `when` the path and ranges that they were derived under do. Whatever the constants of the
-        program are, there must be values of those made here that satisfy all facts: a fact that excludes sizes of the
-        contract would prove anything about them."""
+        """Add facts that hold `when` the path and ranges of their derivation do.
+
+        For any values of the program's constants, some values of the constants created here must satisfy all facts: a
+        fact that excludes sizes of the contract would prove anything about them.
+        """
         guard = conjunction(when)
         for fact in facts:
             self.facts.append(fact if z3.is_true(guard) else z3.Implies(guard, fact))
             self.reasons[self.facts[-1].get_id()] = because
 
     def divide(self, a: Int, b: Int) -> Division:
-        """Quotient and remainder; nothing is known of them where b is not positive."""
+        """Return quotient and remainder; nothing is known of them where b is not positive."""
         a, b = z3.simplify(integer(a)), z3.simplify(integer(b))
         if z3.is_int_value(b) and b.as_long() > 0:
             return Division(a, b, a / b, a % b)
@@ -85,7 +90,7 @@ class Scope:
         return self.divisions[key]
 
     def without_division(self, expression: Any) -> Any:
-        """The same, a quotient or remainder by something that is not a number written as a constant of its own."""
+        """Replace quotients and remainders by nonnumeric divisors with constants."""
         if not z3.is_expr(expression):
             return expression
         done: dict[int, Any] = {}
@@ -105,7 +110,7 @@ class Scope:
             else:
                 result = e
             done[e.get_id()] = result
-            self._kept += [e, result]
+            self._alive += [e, result]
             return result
 
         return visit(expression)
@@ -113,26 +118,30 @@ class Scope:
     # -- copies --
 
     def bound(self, seeds: Iterable[Any], blocks: Sequence[Any]) -> dict[int, Any]:
-        """The constants that depend on the seeds, or belong to one of the blocks."""
-        found = {seed.get_id(): seed for seed in seeds}
-        found |= {i: c for i, c in self.made.items() if any(self.homes[i] is block for block in blocks)}
+        """Return the constants that depend on the seeds, or belong to one of the blocks."""
+        result = {seed.get_id(): seed for seed in seeds}
+        result |= {
+            i: c for i, c in self.constants.items() if any(self.home_blocks[i] is block for block in blocks)
+        }
         while True:
             more = {
                 constant.get_id(): constant
                 for division in self.divisions.values()
-                if division.quotient.get_id() not in found
-                and not found.keys().isdisjoint(constants_of([division.a, division.b]))
+                if division.quotient.get_id() not in result
+                and not result.keys().isdisjoint(constants_of([division.a, division.b]))
                 for constant in (division.quotient, division.remainder)
             }
             if not more:
-                return found
-            found |= more
+                return result
+            result |= more
 
     def copied(
         self, expressions: Sequence[Any], own: dict[int, Any], also: Sequence[tuple[Any, Any]], home: Any
     ) -> list[Any]:
-        """Return the expressions with new constants, which belong to `home`, in place of their own. What is known of
-        those is known of the new ones. What is in `also` is replaced as said."""
+        """Return the expressions with their own constants replaced by new ones that satisfy copies of the same facts.
+
+        The new constants belong to `home`. `also` lists further replacements.
+        """
         new = {old.get_id(): (old, to) for old, to in also}
         facts, loaded = self._about(expressions)
         needed = constants_of([*expressions, *facts, *(e for each in loaded for e in each.expressions)])
@@ -162,12 +171,12 @@ class Scope:
             if division.quotient.get_id() in used:
                 parts = (division.a, division.b, division.quotient, division.remainder)
                 copied = Division(*map(copy, parts))
-                self._kept += [copied.a, copied.b]
+                self._alive += [copied.a, copied.b]
                 self.divisions.setdefault((copied.a.get_id(), copied.b.get_id()), copied)
         return [copy(e) if z3.is_expr(e) else e for e in expressions]
 
     def _about(self, expressions: Sequence[Any]) -> tuple[list[Bool], list[Loaded]]:
-        """The facts that say something of the expressions, and the integers in memory that they and these are about."""
+        """Return the facts about the expressions, and the loaded integers that both are about."""
         loaded: dict[int, Loaded] = {}
         while True:
             about = [*expressions, *(e for each in loaded.values() for e in each.expressions)]
@@ -179,45 +188,51 @@ class Scope:
             loaded |= more
 
     def relevant(self, expressions: Iterable[Any]) -> list[Bool]:
-        """The facts that say something of the expressions, directly or through other constants that were made here.
-        What a quotient is says nothing of the dividend: it is left out where the quotient is not asked about."""
-        reached = {i for i in constants_of(expressions) if i in self.made}
-        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
-        chosen: list[Bool] = []
+        """Return the facts about the expressions, directly or through other constants created here.
+
+        The definition of a quotient says nothing about the dividend: it is omitted where the quotient does not occur.
+        """
+        reached = {i for i in constants_of(expressions) if i in self.constants}
+        pending = [(fact, {i for i in constants_of([fact]) if i in self.constants}) for fact in self.facts]
+        selected: list[Bool] = []
         while True:
             rest = []
-            for fact, names in waiting:
+            for fact, names in pending:
                 if not names or not self._defined.get(fact.get_id(), names).isdisjoint(reached):
-                    chosen.append(fact)
+                    selected.append(fact)
                     reached |= names
                 else:
                     rest.append((fact, names))
-            if len(rest) == len(waiting):
-                return chosen
-            waiting = rest
+            if len(rest) == len(pending):
+                return selected
+            pending = rest
 
     def near(self, expressions: Iterable[Any]) -> list[Bool]:
-        """The facts about the constants of the expressions and of the quotients among them alone: a few of `relevant`,
-        which are often enough."""
-        reached = {i for i in constants_of(expressions) if i in self.made}
-        waiting = [(fact, {i for i in constants_of([fact]) if i in self.made}) for fact in self.facts]
-        again = True
-        while again:
+        """Return the facts about only the constants of the expressions and the quotients among them.
+
+        They are a small part of `relevant` and often sufficient.
+        """
+        reached = {i for i in constants_of(expressions) if i in self.constants}
+        candidates = [(fact, {i for i in constants_of([fact]) if i in self.constants}) for fact in self.facts]
+        grown = True
+        while grown:
             defining = [
-                n for fact, n in waiting if not reached.isdisjoint(self._defined.get(fact.get_id(), ()))
+                n for fact, n in candidates if not reached.isdisjoint(self._defined.get(fact.get_id(), ()))
             ]
             more = set().union(*defining) - reached
-            again = bool(more)
+            grown = bool(more)
             reached |= more
-        return [fact for fact, names in waiting if names <= reached]
+        return [fact for fact, names in candidates if names <= reached]
 
 
 def integer(value: Any) -> Int:
-    """A number of z3's."""
+    """Convert a Python integer to z3's."""
     return z3.IntVal(value) if isinstance(value, int) else value
 
 
 def conjunction(conditions: Iterable[Any]) -> Bool:
-    """All of them."""
-    found = [c for c in conditions if not (z3.is_expr(c) and z3.is_true(c))]
-    return z3.BoolVal(True) if not found else found[0] if len(found) == 1 else z3.And(*found)
+    """Return the conjunction of all conditions."""
+    nontrivial = [c for c in conditions if not (z3.is_expr(c) and z3.is_true(c))]
+    return (
+        z3.BoolVal(True) if not nontrivial else nontrivial[0] if len(nontrivial) == 1 else z3.And(*nontrivial)
+    )

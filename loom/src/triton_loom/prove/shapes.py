@@ -1,5 +1,4 @@
-"""Operations that compute nothing: an element of the result is a constant, a number of the launch or of the lane, or an
-element of an operand at another index."""
+"""Operations that compute nothing: a result element is a constant, a launch or lane number, or an operand's element."""
 
 from __future__ import annotations
 
@@ -9,29 +8,29 @@ from typing import Any
 from ..ir.ttir import I1, Block, Op, Value, element_of, shape_of
 from .contract import Int
 from .solver import z3
-from .values import Index, chosen, linear
+from .values import Index, linear, select
 
 
 class Shapes(ABC):
-    """Evaluates them, each by the method with its name."""
+    """Handlers of these operations, one method per name."""
 
     programs: list[Int]
     grid: list[Int]
 
     @abstractmethod
     def ev(self, value: Value, index: Index = ()) -> Any:
-        """The value of one lane."""
+        """Evaluate one lane."""
 
     @abstractmethod
     def opaque(self, value: Value, why: str, home: Block | None = None) -> Any:
-        """Anything that the type of a value can hold."""
+        """Return an arbitrary value of a value's type."""
 
     def _arith_constant(self, op: Op, value: Value, index: Index) -> Any:
         number, element = op.attrs.get("value"), element_of(value.type)
         one = z3.BoolVal if element == I1 else z3.IntVal
 
-        def literal(given: Any) -> Any:
-            return one(bool(given) if element == I1 else int(given))
+        def literal(number_: Any) -> Any:
+            return one(bool(number_) if element == I1 else int(number_))
 
         if isinstance(number, list) and len(set(number)) == 1:
             number = number[0]
@@ -87,7 +86,7 @@ class Shapes(ABC):
 
     def _tt_join(self, op: Op, value: Value, index: Index) -> Any:
         first, second = (self.ev(o, index[:-1]) for o in op.operands)
-        return chosen(index[-1] == 0, first, second)
+        return select(index[-1] == 0, first, second)
 
     def _tt_split(self, op: Op, value: Value, index: Index) -> Any:
         return self.ev(op.operands[0], (*index, z3.IntVal(op.results.index(value))))
@@ -95,4 +94,4 @@ class Shapes(ABC):
     def _arith_select(self, op: Op, value: Value, index: Index) -> Any:
         condition = self.ev(op.operands[0], index if shape_of(op.operands[0].type) else ())
         first, second = (self.ev(o, index) for o in op.operands[1:])
-        return chosen(condition, first, second)
+        return select(condition, first, second)

@@ -1,10 +1,9 @@
-"""z3, and how it is asked. All of `prove` imports it from here, so that one sentence says what is missing.
+"""Interface to z3. All of `prove` imports z3 from here, so that one message explains a missing installation.
 
-A question is whether facts imply a goal. How long z3 thinks is limited by what it does, not by time, so that a slow
-machine proves as much as a fast one. Each question that is not easy is asked in a context of its own, because what z3
-was asked before would change how it goes about the next one. Even so the same text may take z3 twice the effort in
-another process: a question near the limit is decided in one run and not in the next. `persist` asks again, from other
-seeds.
+A question is whether facts imply a goal. z3's effort is limited by resources, not by time, so that a slow machine
+proves as much as a fast one. Each question that is not easy gets its own context, because earlier questions would
+change how z3 approaches the next. Even so the same text may cost z3 twice the effort in another process: a question
+near the limit is decided in one run and not in the next. `persist` retries from other seeds.
 """
 
 from __future__ import annotations
@@ -20,52 +19,57 @@ except ImportError as error:  # pragma: no cover
         "triton_loom.prove needs the solver z3, which is not installed: pip install 'triton-loom[prove]'"
     ) from error
 
-# Of z3's resource limit: hundredths of a second, tenths, seconds.
+# Units of z3's resource limit: about hundredths of a second, tenths, seconds.
 EASY, QUICK, THOROUGH = 50_000, 1_500_000, 12_000_000
-SEEDS = 0, 1  # from which a question is asked that must be decided, one after the other
+SEEDS = 0, 1  # tried in turn for a question that must be decided
 Verdict = Literal["proven", "counterexample", "unknown"]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What z3 says of a question."""
+    """z3's answer to a question."""
 
     verdict: Verdict
     how: str = ""  # the lemmas that were needed
     model: Any = None  # of a counterexample
-    query: str = ""  # of what is unknown, in the language of SMT-LIB
+    query: str = ""  # of an unknown, in SMT-LIB
 
     def value(self, expression: Any) -> int:
-        """A number in the counterexample."""
+        """Evaluate an expression in the counterexample."""
         if not z3.is_expr(expression):
             return int(expression)
-        found = self.model.eval(expression.translate(self.model.ctx), model_completion=True)
-        return bool(z3.is_true(found)) if z3.is_bool(found) else int(found.as_long())
+        result = self.model.eval(expression.translate(self.model.ctx), model_completion=True)
+        return bool(z3.is_true(result)) if z3.is_bool(result) else int(result.as_long())
 
 
 def ask(facts: Sequence[Any], goal: Any, effort: int = QUICK, seed: int = 0) -> Solution:
-    """Whether the facts imply the goal. z3 has two ways to go about it, each of which decides what the other does not.
-    Its core alone is quicker on easy questions; from odd seeds it is the only one that is asked."""
-    asked = (*facts, z3.Not(goal))
+    """Decide whether the facts imply the goal.
+
+    z3 has two strategies, each of which decides questions that the other does not. Its core alone is faster on easy
+    questions; odd seeds use only the core.
+    """
+    formulas = (*facts, z3.Not(goal))
     if seed % 2:
-        return _checked(_solver(z3.SimpleSolver, z3.Context(), asked, effort, seed))
-    solution = _checked(_solver(z3.SimpleSolver, _easy.context(), asked, min(EASY, effort), seed))
+        return _checked(_solver(z3.SimpleSolver, z3.Context(), formulas, effort, seed))
+    solution = _checked(_solver(z3.SimpleSolver, _easy.context(), formulas, min(EASY, effort), seed))
     if solution.verdict != "unknown":
         return solution
-    return _checked(_solver(z3.Solver, z3.Context(), asked, effort, seed))
+    return _checked(_solver(z3.Solver, z3.Context(), formulas, effort, seed))
 
 
 def solve(facts: Sequence[Any], effort: int = QUICK) -> Solution:
-    """A solution of facts as the "counterexample", or "proven" if there is none. z3's core alone is not asked: its
-    solutions resemble each other too much to guess from them who writes an element."""
+    """Solve facts: a solution is the "counterexample", or "proven" if there is none.
+
+    z3's core alone is not used: its solutions are too similar to guess from them which program writes an element.
+    """
     return _checked(_solver(z3.Solver, z3.Context(), facts, effort))
 
 
 class _Easy:
-    """Contexts for easy questions, one for several of them: a new one takes 8 ms, longer than most of these questions.
-    Whatever is not decided there is asked again in a context of its own."""
+    """Contexts for easy questions, each shared by several: a new one takes 8 ms, longer than most of these questions.
+    Undecided questions are asked again in a context of their own."""
 
-    questions = 64  # in one context
+    questions = 64  # per context
 
     def __init__(self) -> None:
         self._context, self._left = None, 0
@@ -81,10 +85,10 @@ _easy = _Easy()
 
 
 def _solver(kind: Any, context: Any, facts: Iterable[Any], effort: int, seed: int = 0) -> Any:
-    """A solver in a context that knows some facts, which may be those of another context."""
+    """Create a solver in a context, with facts that may belong to another context."""
     solver = kind(ctx=context)
     solver.set("rlimit", effort)
-    solver.set("ctrl_c", False)  # else z3 swallows the signal and answers "unknown"
+    solver.set("ctrl_c", False)  # otherwise z3 swallows the signal and answers "unknown"
     if seed:
         solver.set("random_seed", seed)
     solver.add(*(fact.translate(context) for fact in facts))
@@ -92,7 +96,7 @@ def _solver(kind: Any, context: Any, facts: Iterable[Any], effort: int, seed: in
 
 
 def _checked(solver: Any) -> Solution:
-    """Whether what a solver knows contradicts itself."""
+    """Check whether a solver's facts are contradictory."""
     try:
         answer = solver.check()
     except z3.Z3Exception:
@@ -105,14 +109,16 @@ def _checked(solver: Any) -> Solution:
 
 
 class Search:
-    """Solutions of the same facts beside changing wishes. One solver looks for all of them, which is many times quicker
-    and does no harm: any solution will do."""
+    """Solutions of the same facts with varying wishes.
+
+    They share one solver, which is many times faster and safe here: any solution will do.
+    """
 
     def __init__(self, facts: Iterable[Any], effort: int = QUICK) -> None:
         self._solver = _solver(z3.Solver, z3.Context(), facts, effort)
 
     def with_(self, wishes: Iterable[Any]) -> Solution:
-        """Whether facts and wishes contradict each other: "proven", or a solution as the "counterexample"."""
+        """Return "proven" if facts and wishes are contradictory, or a solution as the "counterexample"."""
         self._solver.push()
         try:
             self._solver.add(*(wish.translate(self._solver.ctx) for wish in wishes))
@@ -121,19 +127,21 @@ class Search:
             self._solver.pop()
 
     def nearest(self, wishes: Sequence[Sequence[Any]]) -> Solution | None:
-        """Solve the facts with the first wish of every list or else, one list after the other, with the first that is
-        possible beside those before it. None if nothing is found."""
+        """Solve the facts with the first wish of every list, or else with the first compatible one, list by list.
+
+        Wishes granted earlier are kept. Return None if nothing is found.
+        """
         best = self.with_([choices[0] for choices in wishes])
         if best.verdict == "counterexample":
             return best
         best = self.with_([])
-        known: list[Any] = []
+        granted: list[Any] = []
         for choices in wishes:
             for wish in choices:
-                is_so = best.verdict == "counterexample" and best.value(wish)
-                answer = best if is_so else self.with_([*known, wish])
+                holds = best.verdict == "counterexample" and best.value(wish)
+                answer = best if holds else self.with_([*granted, wish])
                 if answer.verdict == "counterexample":
-                    known.append(wish)
+                    granted.append(wish)
                     best = answer
                     break
         return best if best.verdict == "counterexample" else None
@@ -145,24 +153,24 @@ Lemmas = Callable[[], Sequence[Any]]
 def decide(
     facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: int = THOROUGH, seed: int = 0
 ) -> Solution:
-    """The same with help: what is unknown without lemmas is asked again with each of these groups of them."""
+    """Decide a question, retrying an unknown with each group of lemmas."""
     solution = ask(facts, goal, min(QUICK, effort), seed)
     for how, make in lemmas.items():
         if solution.verdict != "unknown":
             return solution
-        found = ask([*facts, *make()], goal, effort, seed)
-        if found.verdict != "unknown":
-            solution = Solution(found.verdict, how, found.model)
+        attempt = ask([*facts, *make()], goal, effort, seed)
+        if attempt.verdict != "unknown":
+            solution = Solution(attempt.verdict, how, attempt.model)
     if solution.verdict == "unknown" and effort > QUICK:
-        again = ask(facts, goal, effort, seed)
-        solution = again if again.verdict != "unknown" else solution
+        retry = ask(facts, goal, effort, seed)
+        solution = retry if retry.verdict != "unknown" else solution
     return solution
 
 
 def persist(
     facts: Sequence[Any], goal: Any, lemmas: dict[str, Lemmas], effort: int, seeds: Iterable[int]
 ) -> Solution:
-    """The same from one seed after another, until it is decided."""
+    """Decide a question from one seed after another, until it is decided."""
     solution = Solution("unknown")
     for seed in seeds:
         solution = decide(facts, goal, lemmas, effort, seed)

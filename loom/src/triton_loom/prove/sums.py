@@ -9,11 +9,11 @@ from typing import Any
 
 from .solver import z3
 
-Terms = list[tuple[int, list[Any]]]  # (number, factors) of each
+Terms = list[tuple[int, list[Any]]]  # (number, factors) of each term
 
 
 def factors_of(part: Any) -> list[Any]:
-    """The factors of a product that are not numbers."""
+    """Return the nonnumeric factors of a product."""
     if z3.is_mul(part):
         return [factor for child in part.children() for factor in factors_of(child)]
     if part.decl().kind() == z3.Z3_OP_POWER and z3.is_int_value(part.arg(1)):
@@ -22,14 +22,14 @@ def factors_of(part: Any) -> list[Any]:
 
 
 def number_of(part: Any) -> int:
-    """The product of the factors that are numbers."""
+    """Return the product of the numeric factors."""
     if z3.is_mul(part):
         return prod(map(number_of, part.children()))
     return int(part.as_long()) if z3.is_int_value(part) else 1
 
 
 def product(factors: Sequence[Any]) -> Any:
-    """Of any number of factors."""
+    """Multiply any number of factors."""
     result = z3.IntVal(1) if not factors else factors[0]
     for factor in factors[1:]:
         result = result * factor
@@ -37,7 +37,7 @@ def product(factors: Sequence[Any]) -> Any:
 
 
 def without(factors: Sequence[Any], parts: Sequence[Any]) -> list[Any] | None:
-    """The factors that are left if some are taken away; None if one of these is not there."""
+    """Remove some factors from others; None if one of them is missing."""
     rest = list(factors)
     for part in parts:
         at = next((i for i, factor in enumerate(rest) if factor.eq(part)), None)
@@ -47,9 +47,9 @@ def without(factors: Sequence[Any], parts: Sequence[Any]) -> list[Any] | None:
     return rest
 
 
-def quotient_of(whole: Any, divisor: Any) -> Any:
-    """What a product has beside the factors of a divisor; None where it is not a multiple of them term by term."""
-    (number, factors), *more = terms_of(z3.simplify(whole, som=True))
+def quotient_of(dividend: Any, divisor: Any) -> Any:
+    """Divide a product by the factors of a divisor; None where a term is not a multiple of them."""
+    (number, factors), *more = terms_of(z3.simplify(dividend, som=True))
     (by, parts), *others = terms_of(z3.simplify(divisor, som=True))
     rest = without(factors, parts)
     if more or others or rest is None or by <= 0 or number % by:
@@ -58,37 +58,37 @@ def quotient_of(whole: Any, divisor: Any) -> Any:
 
 
 def terms_of(e: Any) -> Terms:
-    """The terms of an expression that is written as a sum of products."""
+    """Return the terms of a sum of products."""
     return [(number_of(term), factors_of(term)) for term in (e.children() if z3.is_add(e) else [e])]
 
 
 def sum_of(terms: Iterable[tuple[int, list[Any]]]) -> Any:
-    """The expression with these terms."""
+    """Return the expression with these terms."""
     return z3.simplify(
         z3.Sum([z3.IntVal(0), *(number * product(factors) for number, factors in terms)]), som=True
     )
 
 
 def undivided(e: Any, shown: Callable[[Any], bool]) -> Any:
-    """A sum in which 16 * (stride // 16) is written as the stride, where that is shown to be a multiple of 16."""
-    whole: Terms = []
+    """Replace 16 * (stride // 16) by stride in a sum, where the stride is shown to be a multiple of 16."""
+    terms: Terms = []
     for number, factors in terms_of(z3.simplify(e, som=True)):
         for factor in factors:
-            part, by = factor.children() if z3.is_idiv(factor) else (factor, z3.IntVal(0))
-            n = by.as_long() if z3.is_int_value(by) else 0
+            part, divisor = factor.children() if z3.is_idiv(factor) else (factor, z3.IntVal(0))
+            n = divisor.as_long() if z3.is_int_value(divisor) else 0
             if n > 0 and number % n == 0 and shown(part % n == 0):
                 rest = without(factors, [factor]) or []
-                whole += terms_of(z3.simplify(number // n * part * product(rest), som=True))
+                terms += terms_of(z3.simplify(number // n * part * product(rest), som=True))
                 break
         else:
-            whole.append((number, factors))
-    return sum_of(whole)
+            terms.append((number, factors))
+    return sum_of(terms)
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two sums have the same terms. z3 does not always write the factors of a product in one order."""
-    kept, total = [z3.simplify(e, som=True) for e in (one, other)], Counter[tuple[int, ...]]()
-    for sign, e in zip((1, -1), kept, strict=True):
+    """Return whether two sums have the same terms; z3 does not always order the factors of a product alike."""
+    expanded, total = [z3.simplify(e, som=True) for e in (one, other)], Counter[tuple[int, ...]]()
+    for sign, e in zip((1, -1), expanded, strict=True):
         for number, factors in terms_of(e):
             total[tuple(sorted(factor.get_id() for factor in factors))] += sign * number
     return not any(total.values())

@@ -1,9 +1,9 @@
-"""Who writes an element of an output: a program, a lane and an iteration, as expressions of the element's index.
+"""Guesses of the writer of an output's element: a program, a lane and an iteration, as expressions of its index.
 
-They are not searched for among all that could be written down. At some sizes the solver is asked for numbers: which
-program writes this element? Each of them, the digits that kernels split their programs into included, is then looked up
-among digits of the index (row // 32, column % 128, ...) by its values in all of these samples. What is found is a
-guess; `coverage` proves it, or does not use it.
+Candidates are not enumerated. At some sizes the solver is asked for numbers: which program writes this element?
+Each number, including the digits that kernels split their programs into, is then matched with digits of the index
+(row // 32, column % 128, ...) by its values in all of these samples. The result is a guess; `coverage` proves or
+discards it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ from .obligations import Access
 from .races import Second, iterations
 from .scope import Division, integer
 from .solver import QUICK, Search, Solution, solve, z3
-from .values import Place
+from .values import Target
 
-Binding = list[
-    tuple[Any, Any]
-]  # constants of a program, and what they are for the one that writes the element
-_SAMPLES = 8  # of a store
-_MOST_DIVISORS = 14
-_MOST_TERMS = 30_000
-_EFFORT = QUICK // 4  # for a sample
+Binding = list[tuple[Any, Any]]  # (constant of a program, its value for the program that writes the element)
+_SAMPLES = 8  # per store
+_MAX_DIVISORS = 14
+_MAX_TERMS = 30_000
+_EFFORT = QUICK // 4  # per sample
 _LARGEST = 2**16
 _USUAL_SIZES = ((307, 523, 211, 401, 151, 263), (1031, 90, 613, 37, 700, 83))
-_LARGE_SIZES = tuple(
-    7 * 2**power for power in range(12, -1, -2)
-)  # at least one of these, as long as that is allowed
+_LARGE_SIZES = tuple(7 * 2**power for power in range(12, -1, -2))  # preferred lower bounds
 
 
 class Element:
-    """Any element of an output."""
+    """Arbitrary element of an output."""
 
     def __init__(self, evaluator: Evaluator, output: str) -> None:
         scope = evaluator.scope
@@ -48,7 +44,7 @@ class Element:
         self.sizes = [scope.without_division(integer(size)) for size, _ in dims]
         strides = [scope.without_division(integer(stride)) for _, stride in dims]
         self.offset: Int = z3.Sum(*(i * s for i, s in zip(self.index, strides, strict=True)))
-        # Neighbouring dimensions as one: 0 <= i < n and 0 <= j < m imply 0 <= i * m + j < n * m.
+        # Merged neighboring dimensions: 0 <= i < n and 0 <= j < m imply 0 <= i * m + j < n * m.
         self.runs: list[Int] = []
         self.inside: list[Bool] = []
         for length in range(1, len(dims) + 1):
@@ -57,12 +53,15 @@ class Element:
                 for number in range(first, first + length):
                     run = run * self.sizes[number] + self.index[number]
                 self.runs.append(z3.simplify(run, som=True))
-                whole = reduce(mul, self.sizes[first : first + length])
-                self.inside += [self.runs[-1] >= 0, self.runs[-1] < whole]
+                extent = reduce(mul, self.sizes[first : first + length])
+                self.inside += [self.runs[-1] >= 0, self.runs[-1] < extent]
 
 
 def _dims(evaluator: Evaluator, output: str) -> list[tuple[Int, Int]]:
-    """(size, stride) of an output. The shape of one without gaps is used if it has as many elements."""
+    """Return (size, stride) of an output's dimensions.
+
+    The shape of a contiguous output is used if it has as many elements.
+    """
     buffer = evaluator.contract.arguments[output]
     if buffer.dims is not None:
         return list(buffer.dims)
@@ -79,13 +78,13 @@ def _dims(evaluator: Evaluator, output: str) -> list[tuple[Int, Int]]:
 
 @dataclass
 class Store:
-    """A store to an output in one lane, and what has to hold for it to write the element."""
+    """Store to an output in one lane, and the conditions under which it writes the element."""
 
     access: Access
-    place: Place
+    target: Target
     evaluator: Evaluator
     element: Element
-    turns: list[Any] = field(init=False)  # what tells one execution of it from another
+    turns: list[Any] = field(init=False)  # constants that distinguish its executions
     ranges: list[Bool] = field(init=False)  # of programs and lanes
     needed: list[Bool] = field(init=False)
     local: dict[int, Any] = field(init=False)  # constants that belong to a program
@@ -102,20 +101,20 @@ class Store:
         self.ranges += [
             z3.And(p >= 0, p < n) for p, n in zip(evaluator.programs, evaluator.grid, strict=True)
         ]
-        self.needed = [*self.access.happens, self.place.when, self.place.offset == self.element.offset]
+        self.needed = [*self.access.happens, self.target.when, self.target.offset == self.element.offset]
         self.local = Second(evaluator).local
 
     def is_shared(self, expression: Any) -> bool:
-        """Whether all programs have it in common."""
+        """Return whether all programs have an expression in common."""
         return self.local.keys().isdisjoint(constants_of([expression]))
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A digit of the index, or a digit of a digit."""
+    """Digit of the index, or digit of a digit."""
 
     values: tuple[int, ...]  # in the samples
-    made: Callable[[], Any]
+    build: Callable[[], Any]
 
 
 class Guesses:
@@ -126,30 +125,30 @@ class Guesses:
         self.samples = list(islice(_samples(store, shared, sizes), _SAMPLES))
         self.divisions: list[Division] = []
         if self.samples:
-            named = constants_of([*store.needed, *self.scope.relevant(store.needed)])
+            constants = constants_of([*store.needed, *self.scope.relevant(store.needed)])
             self.divisions = [
                 d
                 for d in self.scope.divisions.values()
-                if d.quotient.get_id() in named and not store.is_shared(d.a)
+                if d.quotient.get_id() in constants and not store.is_shared(d.a)
             ]
             self.numbers, self.shared = self._divisors()
             self.terms = self._terms()
 
     def __iter__(self) -> Iterator[Binding]:
-        """The simplest one first, and others that are the same in all samples."""
+        """Yield the simplest binding first, then others that agree in all samples."""
         if not self.samples:
             return
-        choices = []
+        options = []
         axes = zip(self.store.evaluator.programs, self.store.evaluator.grid, strict=True)
-        alone = {axis.get_id() for axis, size in axes if z3.is_int_value(size) and size.as_long() == 1}
+        single = {axis.get_id() for axis, size in axes if z3.is_int_value(size) and size.as_long() == 1}
         for turn in self.store.turns:
-            found = list(islice(self._fitting(turn, 3), 2))
-            if turn.get_id() in alone:
-                found = [(z3.IntVal(0), [])]
-            if not found:
+            fits_ = list(islice(self._fitting(turn, 3), 2))
+            if turn.get_id() in single:
+                fits_ = [(z3.IntVal(0), [])]
+            if not fits_:
                 return
-            choices.append([[(turn, e), *more] for e, more in found])
-        for choice in islice(product(*choices), 4):
+            options.append([[(turn, e), *more] for e, more in fits_])
+        for choice in islice(product(*options), 4):
             binding = {old.get_id(): (old, new) for pairs in choice for old, new in pairs}
             for d in self.divisions:
                 if d.quotient.get_id() not in binding and d.remainder.get_id() not in binding:
@@ -164,7 +163,7 @@ class Guesses:
         return tuple(sample.value(expression) for sample in self.samples)
 
     def _divisors(self) -> tuple[list[int], list[Any]]:
-        """What kernels split numbers by: lanes of tiles and other numbers, and sizes that all programs share."""
+        """Return the divisors by which kernels split numbers: tile extents, other numbers, and shared sizes."""
         expressions = [*self.store.needed, *self.scope.relevant(self.store.needed)]
         numbers = {size for _, size in self.store.evaluator.lanes.values()}
         shared: dict[str, Any] = {}
@@ -174,11 +173,11 @@ class Guesses:
                     numbers |= {abs(e.as_long()) for e in part.children() if z3.is_int_value(e)}
                 if z3.is_mul(part) and not self.store.is_shared(
                     part
-                ):  # as rows of a program, which are a quotient
+                ):  # such as the rows of a program, which are a quotient
                     factors = [e for e in part.children() if self.store.is_shared(e)]
-                    whole = z3.simplify(reduce(mul, factors, z3.IntVal(1)))
-                    if constants_of([whole]):
-                        shared.setdefault(str(whole), whole)
+                    shared_product = z3.simplify(reduce(mul, factors, z3.IntVal(1)))
+                    if constants_of([shared_product]):
+                        shared.setdefault(str(shared_product), shared_product)
         for constant in constants_of(expressions).values():
             if z3.is_int(constant) and self.store.is_shared(constant):
                 shared[str(constant)] = constant
@@ -190,12 +189,12 @@ class Guesses:
                 shared.setdefault(str(d.b), d.b)
         for index in self.store.element.index:
             shared.pop(str(index), None)
-        chosen = sorted(shared.values(), key=lambda e: (not z3.is_const(e), str(e)))
-        return sorted(numbers - {0, 1})[:_MOST_DIVISORS], chosen[:_MOST_DIVISORS]
+        ranked = sorted(shared.values(), key=lambda e: (not z3.is_const(e), str(e)))
+        return sorted(numbers - {0, 1})[:_MAX_DIVISORS], ranked[:_MAX_DIVISORS]
 
     def _terms(self) -> dict[tuple[int, ...], list[_Term]]:
-        """Digits of the index by their values, simple ones first."""
-        found: dict[tuple[int, ...], list[_Term]] = {}
+        """Return the digits of the index by their values, simple ones first."""
+        terms: dict[tuple[int, ...], list[_Term]] = {}
         divisors: list[tuple[Any, tuple[int, ...]]] = [
             *((e, values) for e in self.shared if min(values := self._values(e)) > 0),
             *((integer(n), (n,) * len(self.samples)) for n in self.numbers),
@@ -203,32 +202,32 @@ class Guesses:
         zero = (0,) * len(self.samples)
         level = [_Term(zero, lambda: z3.IntVal(0))]
         level += [_Term(self._values(run), lambda run=run: run) for run in self.store.element.runs]  # type: ignore[misc]
-        made = 0
+        count = 0
         for _ in range(3):
-            kept = []
+            new_terms = []
             for term in level:
-                same = found.setdefault(term.values, [])
-                if len(same) < 2:
-                    same.append(term)
-                    kept.append(term)
+                equal_terms = terms.setdefault(term.values, [])
+                if len(equal_terms) < 2:
+                    equal_terms.append(term)
+                    new_terms.append(term)
             level = []
-            for term in kept:
-                if term.values == zero or made > _MOST_TERMS:
+            for term in new_terms:
+                if term.values == zero or count > _MAX_TERMS:
                     continue
                 for divisor, values in divisors:
                     level += self._parts(term, divisor, values)
-                    made += 3
-        return found
+                    count += 3
+        return terms
 
     def _parts(self, term: _Term, divisor: Any, values: tuple[int, ...]) -> Iterator[_Term]:
         both = list(zip(term.values, values, strict=True))
-        yield _Term(tuple(a // b for a, b in both), lambda: self.scope.divide(term.made(), divisor).quotient)
-        yield _Term(tuple(a % b for a, b in both), lambda: self.scope.divide(term.made(), divisor).remainder)
+        yield _Term(tuple(a // b for a, b in both), lambda: self.scope.divide(term.build(), divisor).quotient)
+        yield _Term(tuple(a % b for a, b in both), lambda: self.scope.divide(term.build(), divisor).remainder)
         if all(a >= b for a, b in both):
-            yield _Term(tuple(a - b for a, b in both), lambda: term.made() - divisor)
+            yield _Term(tuple(a - b for a, b in both), lambda: term.build() - divisor)
 
     def _fitting(self, expression: Any, depth: int) -> Iterator[tuple[Any, Binding]]:
-        """What an expression is, by its values in the samples, and what parts of it then are."""
+        """Yield expressions that match an expression's values in the samples, with the bindings of its parts."""
         if z3.is_int_value(expression):
             yield expression, []
             return
@@ -240,52 +239,52 @@ class Guesses:
                     for r, still in islice(self._fitting(d.remainder, depth - 1), 1):
                         yield q * d.b + r - rest, [(d.quotient, q), (d.remainder, r), *more, *still]
         for term in self.terms.get(values, ()):
-            yield term.made(), []
+            yield term.build(), []
         if not depth:
             return
         for number in self.numbers:
             parts = [tuple(v // number for v in values), tuple(v % number for v in values)]
             high, low = (self.terms.get(part) for part in parts)
             if high and low:
-                yield number * high[0].made() + low[0].made(), []
+                yield number * high[0].build() + low[0].build(), []
         for size in self.shared:
             less = tuple(v - s for v, s in zip(values, self._values(size), strict=True))
             for term in self.terms.get(less, ())[:1]:
-                yield size + term.made(), []
+                yield size + term.build(), []
 
 
-Sizes = tuple[Binding, Solution]  # sizes of a contract as numbers, and a solution that has them
+Sizes = tuple[Binding, Solution]  # numbers for the sizes of a contract, and a solution with them
 
 
 def sizes_of(evaluator: Evaluator, shared: Sequence[Bool]) -> list[Sizes]:
-    """Some sizes that a contract is for, neither small nor round if it allows that."""
-    found: list[Sizes] = []
+    """Return some sizes that a contract allows, neither small nor round if possible."""
+    result: list[Sizes] = []
     sizes, search = evaluator.contract.sizes, Search(shared, _EFFORT)
     for wanted in (*_USUAL_SIZES, None) if sizes else (None,):
         solution = search.nearest([_near(place, size, wanted) for place, size in enumerate(sizes)])
         if solution is not None:
-            found.append(([(size, solution.value(size)) for size in sizes], solution))
-    return found
+            result.append(([(size, solution.value(size)) for size in sizes], solution))
+    return result
 
 
-def _near(place: int, size: Symbol, wanted: Sequence[int] | None) -> list[Bool]:
-    """What a size should be, best first: about as large as is wanted at its place, or large."""
-    near = [size >= low for low in _LARGE_SIZES]
+def _near(position: int, size: Symbol, wanted: Sequence[int] | None) -> list[Bool]:
+    """Return wishes for a size, best first: close to the wanted number at its position, or large."""
+    wishes = [size >= low for low in _LARGE_SIZES]
     if wanted is not None:
-        usual = wanted[place] if place < len(wanted) else 19
+        usual = wanted[position] if position < len(wanted) else 19
         ranges = ((usual, 4 * usual), (usual // 4, usual), (usual // 16, usual // 4))
-        near = [size == usual, *(z3.And(size >= low, size <= high) for low, high in ranges)]
-    return [*(z3.And(there, size <= _LARGEST) for there in near), size <= _LARGEST]
+        wishes = [size == usual, *(z3.And(size >= low, size <= high) for low, high in ranges)]
+    return [*(z3.And(wish, size <= _LARGEST) for wish in wishes), size <= _LARGEST]
 
 
 def _samples(store: Store, shared: Sequence[Bool], sizes: Sequence[Sizes]) -> Iterator[Solution]:
-    """Elements that a store writes at some sizes, and who does."""
+    """Yield elements that a store writes at some sizes, and their writers."""
     element, draw = store.element, random.Random(0)
-    whole = [*shared, *element.inside, *store.ranges, *store.needed]
-    whole += store.evaluator.scope.relevant(whole)
-    for number, (given, solution) in enumerate(islice(cycle(sizes), 2 * _SAMPLES)):
-        facts = at(given, whole)
-        facts += [size == value for size, value in given]
+    conditions = [*shared, *element.inside, *store.ranges, *store.needed]
+    conditions += store.evaluator.scope.relevant(conditions)
+    for number, (size_values, solution) in enumerate(islice(cycle(sizes), 2 * _SAMPLES)):
+        facts = at(size_values, conditions)
+        facts += [size == value for size, value in size_values]
         windows = []
         for i, size in zip(element.index, element.sizes, strict=True):
             count = solution.value(size)
@@ -304,6 +303,6 @@ def _samples(store: Store, shared: Sequence[Bool], sizes: Sequence[Sizes]) -> It
 
 
 def at(sizes: Sequence[tuple[Any, Any]], expressions: Sequence[Any]) -> list[Any]:
-    """Expressions with numbers for sizes."""
+    """Substitute numbers for sizes in expressions."""
     pairs = [(size, integer(value)) for size, value in sizes]
     return [z3.simplify(z3.substitute(e, *pairs)) if pairs else e for e in expressions]

@@ -1,1 +1,1 @@
-"""PTX: its text read to statements, the table of its opcodes, and flat programs that the emulator executes."""
+"""PTX: a parser of its text, the table of its opcodes, and flat programs for the emulator."""

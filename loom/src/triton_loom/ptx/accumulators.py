@@ -1,9 +1,8 @@
-"""Registers that a wgmma may still be working on, and where a wgmma.fence is missing: by the ways through a program.
+"""Data-flow analysis of the registers of wgmma: which may be in use, and where a wgmma.fence may be missing.
 
-A wgmma uses its registers (the accumulators, and A if that lies in registers) until its group has been waited for;
-nothing else may touch them. Before it, a wgmma.fence must stand between it and whatever touched them. Which
-instructions might do it wrong is seen from the text; the machine looks at those, and at no others, when they are
-executed.
+A wgmma uses its registers (the accumulators, and A if that is in registers) until its group has been waited for;
+nothing else may touch them. A wgmma.fence must stand between the wgmma and any earlier access to them. The analysis
+finds the instructions that might violate this; the machine checks those, and no others, when they are executed.
 """
 
 from __future__ import annotations
@@ -14,43 +13,45 @@ from typing import NamedTuple
 
 from .operations import Operation
 
-_GROUPS = 8  # that are told apart; those before them count as one
+_GROUPS = 8  # distinguished groups; older ones count as one
 
 
 class Doubtful(NamedTuple):
-    """Numbers of instructions."""
+    """Numbers of the instructions that the machine must check."""
 
-    touching: frozenset[int]  # may touch registers of a product that is under way
+    touching: frozenset[int]  # may touch registers of a product in flight
     unfenced: frozenset[
         int
-    ]  # products to which a way without a wgmma.fence leads from a use of their registers
+    ]  # products that some path without a wgmma.fence reaches from a use of their registers
 
 
 @dataclass
 class _State:
-    """What may hold at a place of the program, over all ways to it. Registers are bits."""
+    """State that may hold at a point of the program, over all paths to it. Registers are bits."""
 
     touched: int = 0  # since the last wgmma.fence
-    open: list[int] = field(default_factory=lambda: [0] * (_GROUPS + 1))  # by groups committed since
+    open: list[int] = field(
+        default_factory=lambda: [0] * (_GROUPS + 1)
+    )  # by number of groups committed since
 
     def copy(self) -> _State:
         return _State(self.touched, list(self.open))
 
     def absorb(self, other: _State) -> bool:
-        """Whatever may hold there may hold here; says whether that is new."""
+        """Merge another state into this one; return whether that changed it."""
         before = (self.touched, *self.open)
         self.touched |= other.touched
-        self.open = [mine | its for mine, its in zip(self.open, other.open, strict=True)]
+        self.open = [own | others for own, others in zip(self.open, other.open, strict=True)]
         return before != (self.touched, *self.open)
 
 
 def is_product(operation: Operation) -> bool:
-    """Whether it is a wgmma.mma_async."""
+    """Return whether an operation is a wgmma.mma_async."""
     return operation.handler.startswith("wgmma.") and bool(operation.uses)
 
 
 def doubtful(operations: Sequence[Operation], ways: Sequence[Sequence[int]]) -> Doubtful:
-    """The instructions that have to be looked at; `ways` are the numbers that may follow each."""
+    """Return the instructions that must be checked; `ways` are the possible successors of each."""
     products = [operation for operation in operations if is_product(operation)]
     bits: dict[str, int] = {}
     for product in products:
@@ -64,11 +65,11 @@ def doubtful(operations: Sequence[Operation], ways: Sequence[Sequence[int]]) -> 
     touching: set[int] = set()
     unfenced: set[int] = set()
     entered_by_jumps = {to for number, after in enumerate(ways) for to in after if to != number + 1}
-    to_do = [0]
-    while to_do:
-        number = to_do.pop()
+    worklist = [0]
+    while worklist:
+        number = worklist.pop()
         state = states[number].copy()
-        while True:  # to the end of what is executed in a row
+        while True:  # to the end of the straight-line code
             _step(operations[number], used[number], number, state, touching, unfenced)
             after = [to for to in ways[number] if to < len(operations)]
             if len(after) != 1 or after[0] in entered_by_jumps:
@@ -77,9 +78,9 @@ def doubtful(operations: Sequence[Operation], ways: Sequence[Sequence[int]]) -> 
         for to in after:
             if to not in states:
                 states[to] = state.copy()
-                to_do.append(to)
+                worklist.append(to)
             elif states[to].absorb(state):
-                to_do.append(to)
+                worklist.append(to)
     return Doubtful(frozenset(touching), frozenset(unfenced))
 
 
@@ -91,8 +92,8 @@ def _step(
     elif operation.handler == "wgmma.commit_group":
         state.open = [0, *state.open[: _GROUPS - 1], state.open[_GROUPS - 1] | state.open[_GROUPS]]
     elif operation.handler == "wgmma.wait_group":
-        kept = operation.immediate + 1
-        state.open[kept:] = [0] * max(len(state.open) - kept, 0)
+        first_waited = operation.immediate + 1
+        state.open[first_waited:] = [0] * max(len(state.open) - first_waited, 0)
     elif is_product(operation):
         if used & state.touched:
             unfenced.add(number)

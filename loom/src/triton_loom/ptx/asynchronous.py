@@ -1,6 +1,6 @@
-"""The opcodes of what sm_90 has beside its warps: mbarriers, bulk copies, tensor maps, products of warp groups.
+"""Opcodes of sm_90's asynchronous units: mbarriers, bulk copies, tensor maps, products of warp groups.
 
-The table is part of the one in opcodes.py, which says what a row is.
+The table is part of the one in opcodes.py, which explains rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAP_FIELDS = (
     "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode",
 )  # fmt: skip
 _BY_DIMENSION = ("box_dim", "global_dim", "global_stride", "element_stride")
-# In the order of `Reduction` in include/gpu/bulk.h, whose first is none.
+# In the order of `Reduction` in include/gpu/bulk.h, which begins with "none".
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 # ---- mbarriers -------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def _make(s: Statement) -> Operation:
 
 
 def _arrive(s: Statement) -> Operation:
-    """The state before the arrival may be left out, and so may the number of arrivals."""
+    """Decode an arrival: the result, the state before it, and the number of arrivals are optional."""
     name = words(s)
     operands = list(s.operands)
     state = "_" if operands[0].startswith("[") else operands.pop(0)
@@ -43,11 +43,11 @@ def _arrive(s: Statement) -> Operation:
 
 
 def _wait(s: Statement) -> Operation:
-    """A hint how long to wait may follow: no value depends on it."""
+    """Decode a wait: an optional hint of how long to wait follows, which affects no value."""
     name = words(s)
     by_parity = "parity" in name
-    done, where, phase = s.operands[:3]
-    base, offset = address(where)
+    done, location, phase = s.operands[:3]
+    base, offset = address(location)
     if len(s.operands) > (4 if name[1] == "try_wait" else 3):
         raise ValueError(s)
     handler = f"mbarrier.{name[1]}{'.parity' if by_parity else ''}"
@@ -56,7 +56,7 @@ def _wait(s: Statement) -> Operation:
 
 
 def _cluster(s: Statement) -> Operation:
-    """Of one block: clusters of several are refused at the launch."""
+    """Decode a barrier of a cluster of one block: larger clusters are refused at the launch."""
     return Operation(f"barrier.cluster.{words(s)[2]}", immediate=int("relaxed" not in words(s)))
 
 
@@ -64,7 +64,7 @@ def _cluster(s: Statement) -> Operation:
 
 
 def _nothing(s: Statement) -> Operation:
-    """What has no effect on values or on the order of anything that is emulated."""
+    """Decode an instruction without effect on values or on the order of anything that is emulated."""
     return Operation("nothing")
 
 
@@ -87,17 +87,17 @@ def _acquire_map(s: Statement) -> Operation:
 
 
 def _replace(s: Statement) -> Operation:
-    """Fields of which each dimension has its own have the number of the dimension before the value."""
+    """Decode tensormap.replace: per-dimension fields have the number of the dimension before the value."""
     name = words(s)
     field, type_ = name[3], name[-1]
     base, offset = address(s.operands[0])
     *ordinal, value = s.operands[1:]
     if len(ordinal) != (field in _BY_DIMENSION):
         raise ValueError(s)
-    which = int(ordinal[0], 0) if ordinal else 0
-    if which >= (4 if field == "global_stride" else 5):
+    dimension = int(ordinal[0], 0) if ordinal else 0
+    if dimension >= (4 if field == "global_stride" else 5):
         raise ValueError(s)
-    immediate = (offset & 0xFFFFFFFF) | MAP_FIELDS.index(field) << 32 | which << 40
+    immediate = (offset & 0xFFFFFFFF) | MAP_FIELDS.index(field) << 32 | dimension << 40
     return Operation(f"tensormap.replace.{type_}", (Use(base, "u64"), Use(value, type_)), immediate)
 
 
@@ -116,42 +116,45 @@ def _publish(s: Statement) -> Operation:
 
 
 def _tile(text: str) -> tuple[str, list[str]]:
-    """`[map, {x, y}]`: the map's address and the coordinates."""
-    found = re.fullmatch(r"\[\s*(.*?)\s*\]", text, re.S)
-    if found is None:
+    """Parse `[map, {x, y}]` into the map's address and the coordinates."""
+    match = re.fullmatch(r"\[\s*(.*?)\s*\]", text, re.S)
+    if match is None:
         raise ValueError(text)
-    base, coordinates = split(found[1])
+    base, coordinates = split(match[1])
     return base, elements(coordinates)
 
 
 def _copy_tile(s: Statement) -> Operation:
-    """A load has a place in shared memory, a tile and an mbarrier; a store the tile, then the place. A cache policy may
-    follow."""
+    """Decode a tensor copy: a load has a shared memory address, a tile and an mbarrier; a store the tile, then the
+    address. A cache policy may follow."""
     name = words(s)
     rank = next(int(word[0]) for word in name if re.fullmatch("[1-5]d", word))
     scattered = any(word in ("tile::gather4", "tile::scatter4") for word in name)
     loads = "mbarrier::complete_tx::bytes" in name
     operands = s.operands[:-1] if "L2::cache_hint" in name else s.operands
     if loads:
-        place, tile, barrier = operands
+        shared, tile, barrier = operands
     else:
-        (tile, place), barrier = operands, ""
-    (base, offset), (map_, coordinates) = address(place), _tile(tile)
+        (tile, shared), barrier = operands, ""
+    (base, offset), (map_, coordinates) = address(shared), _tile(tile)
     if len(coordinates) != (5 if scattered else rank):
         raise ValueError(s)
-    at = [Use(text, "b32") for text in coordinates]
+    coordinate_uses = [Use(text, "b32") for text in coordinates]
     immediate = (offset & 0xFFFFFFFF) | rank << 32 | scattered << 40
     if loads:
         barrier_base, barrier_offset = address(barrier)
         if barrier_offset:
             raise ValueError(s)
-        uses = (Use(base, "u32"), Use(map_, "u64"), Use(barrier_base, "u32"), *at)
+        uses = (Use(base, "u32"), Use(map_, "u64"), Use(barrier_base, "u32"), *coordinate_uses)
         return Operation("cp.async.bulk.tensor.load", uses, immediate)
     reduces = name[1] == "reduce"
     if reduces:
         immediate |= (1 + REDUCTIONS.index(next(word for word in name if word in REDUCTIONS))) << 48
     return Operation(
-        "cp.async.bulk.tensor.store", (Use(map_, "u64"), Use(base, "u32"), *at), immediate, serial=reduces
+        "cp.async.bulk.tensor.store",
+        (Use(map_, "u64"), Use(base, "u32"), *coordinate_uses),
+        immediate,
+        serial=reduces,
     )
 
 
@@ -165,7 +168,7 @@ def _bulk_group(s: Statement) -> Operation:
 
 
 def _product(s: Statement) -> Operation:
-    """{D}, A (registers or a descriptor), descriptor of B, whether D is added, signs of A and B, which are MN-major."""
+    """Decode {D}, A (registers or a descriptor), B's descriptor, whether to add D, signs and majorness of A and B."""
     name = words(s)
     shape = next(word for word in name if word.startswith("m64"))
     columns = int(shape[4 : shape.index("k")])

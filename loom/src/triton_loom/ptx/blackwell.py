@@ -1,6 +1,6 @@
-"""The opcodes of what sm_100 has beside its warps: tensor memory, and the products and copies that write it.
+"""Opcodes of sm_100's tensor memory, and of the products and copies that write it.
 
-The table is part of the one in opcodes.py, which says what a row is. Pairs of blocks (`cta_group::2`), sparse matrices,
+The table is part of the one in opcodes.py, which explains rows. Pairs of blocks (`cta_group::2`), sparse matrices,
 shifts and convolutions have no rows.
 """
 
@@ -26,29 +26,30 @@ def _free(s: Statement) -> Operation:
 
 
 def _plain(s: Statement) -> Operation:
-    """Without operands: the first two words say all."""
+    """Decode an instruction without operands: its first two words identify it."""
     if s.operands:
         raise ValueError(s)
     return Operation(".".join(words(s)[:2]))
 
 
 def _move(s: Statement) -> Operation:
-    """A load has registers, then the address; a store the other way round. Of `16x32bx2` the second sixteen threads
-    have an offset of their own, after the address."""
+    """Decode a load (registers, then the address) or a store (the other way round).
+
+    In `16x32bx2` the second sixteen threads have an offset of their own, after the address."""
     name = words(s)
     shape = next(word for word in name if word in _REGISTERS)
     count = int(next(word for word in name if word.startswith("x") and word[1:].isdecimal())[1:])
     loads = name[1] == "ld"
     operands = list(s.operands)
     registers = elements(operands.pop(0 if loads else -1))
-    place, *split = operands
-    base, offset = address(place)
+    pointer, *split = operands
+    base, offset = address(pointer)
     if len(registers) != count * _REGISTERS[shape] or len(split) != (shape == "16x32bx2"):
         raise ValueError(s)
     immediate = (offset & 0xFFFFFFFF) | (int(split[0], 0) if split else 0) << 32
     packed = next((f".{word.split(':')[0]}" for word in name if "pack::" in word), "")
-    values, where = tuple(Use(text, "b32") for text in registers), Use(base, "u32")
-    uses = (*values, where) if loads else (where, *values)
+    values, address_use = tuple(Use(text, "b32") for text in registers), Use(base, "u32")
+    uses = (*values, address_use) if loads else (address_use, *values)
     return Operation(f"tcgen05.{name[1]}.{shape}{packed}", uses, immediate)
 
 
@@ -64,12 +65,12 @@ _VECTORS = {
 
 
 def _product(s: Statement) -> Operation:
-    """D, A (a descriptor, or an address of tensor memory), descriptor of B, instruction descriptor, addresses of
-    scales, whether D is added."""
+    """Decode D, A (a descriptor or an address in tensor memory), descriptor of B, instruction descriptor, addresses
+    of scales, whether to add D."""
     name = words(s)
     kind = next(word for word in name if word.startswith("kind::"))[6:]
     scaled = "block_scale" in name
-    d, a, b, described, *scales, adds = s.operands
+    d, a, b, descriptor, *scales, adds = s.operands
     if len(scales) != 2 * scaled:
         raise ValueError(s)
     vector = ""
@@ -78,32 +79,32 @@ def _product(s: Statement) -> Operation:
         vector = f".{vector or ('1X' if kind == 'mxf8f6f4' else '2X')}"
     (d_base, d_offset), in_tensor = address(d), a.startswith("[")
     a_base, a_offset = address(a) if in_tensor else (a, 0)
-    places = [address(place) for place in scales]
-    if any(offset for _, offset in places):
+    scale_addresses = [address(scale) for scale in scales]
+    if any(offset for _, offset in scale_addresses):
         raise ValueError(s)
     uses = [
         Use(d_base, "u32"),
         Use(a_base, "u32" if in_tensor else "b64"),
         Use(b, "b64"),
-        Use(described, "b32"),
-        *(Use(base, "u32") for base, _ in places),
+        Use(descriptor, "b32"),
+        *(Use(base, "u32") for base, _ in scale_addresses),
         Use(adds, "pred"),
     ]
-    where = "tensor" if in_tensor else "shared"
+    memory = "tensor" if in_tensor else "shared"
     immediate = (d_offset & 0xFFFFFFFF) | a_offset << 32
-    return Operation(f"tcgen05.mma.{kind}{vector}.{where}", tuple(uses), immediate)
+    return Operation(f"tcgen05.mma.{kind}{vector}.{memory}", tuple(uses), immediate)
 
 
 def _copy(s: Statement) -> Operation:
     to, source = s.operands
     base, offset = address(to)
-    shape = ".".join(sorted(words(s)[3:]))  # Triton writes whom it is for before the shape, PTX after it
+    shape = ".".join(sorted(words(s)[3:]))  # Triton writes the multicast before the shape, PTX after it
     return Operation(f"tcgen05.cp.{shape}", (Use(base, "u32"), Use(source, "b64")), offset)
 
 
 def _commit(s: Statement) -> Operation:
-    (place,) = s.operands
-    base, offset = address(place)
+    (pointer,) = s.operands
+    base, offset = address(pointer)
     return Operation("tcgen05.commit", (Use(base, "u32"),), offset)
 
 

@@ -1,10 +1,11 @@
-"""Threads that hold a copy of an element that another thread stores.
+"""Detection of benign races: threads that load a redundant copy of an element that another thread stores.
 
-Where a tile has fewer elements than a block has threads, Triton gives an element to several threads. All of them load
-it, and one of them stores the result. If that is stored where it was loaded from, a copy may be loaded before or after:
-two threads race, and nobody can tell, because what a copy becomes is stored by nobody. Such a race is no finding. It is
-one where a copy is used for anything else: for an address or a branch, through shared memory, or by a store that the
-thread makes itself, or a lane of its warp that it is handed to (a warp can have copies of all that it sums up).
+If a tile has fewer elements than a block has threads, Triton assigns an element to several threads. All of them load
+it, and one of them stores the result. If the result goes to where the element was loaded from, another thread may load
+its copy before or after the store. The two threads race, but nobody can tell, because no thread stores a result of the
+copy. Such a race is not a finding. It is a finding if the copy is used for anything else: for an address or a branch,
+through shared memory, or by a store of the thread itself, or of a lane of its warp that receives the value (a warp can
+have copies of all that it sums up).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _REGISTER = re.compile(r"[%A-Za-z_][\w$@%. ]*")
 
 
 class Reached(NamedTuple):
-    """Where a value goes."""
+    """Destinations of a value."""
 
     stores: frozenset[int]
-    other_lanes: bool  # of the warp
+    other_lanes: bool  # other lanes of the warp receive it
 
 
 class Copies:
-    """What becomes of the values that a kernel loads."""
+    """Analysis of the use of the values that a kernel loads."""
 
     def __init__(self, statements: Sequence[Statement]) -> None:
         self.statements = statements
@@ -40,13 +41,14 @@ class Copies:
         self._stored: dict[int, Reached | None] = {}
 
     def is_unused(self, load: int, store: int, reader: int, storing: np.ndarray) -> bool:
-        """Whether the value that a thread has loaded is a copy that nobody uses, although the element that it is of is
-        stored by another thread. `storing` has the threads that executed each store, in a bit each."""
-        one, other = self.statements[load], self.statements[store]
-        if not (_LOAD.match(one.opcode) and _STORE.match(other.opcode)):
+        """Return whether the value that a thread loaded is an unused copy of an element that another thread stores.
+
+        `storing` has a bit for each thread that executed a store, by store and warp."""
+        loading, stored = self.statements[load], self.statements[store]
+        if not (_LOAD.match(loading.opcode) and _STORE.match(stored.opcode)):
             return False
         if (
-            one.operands[1] != other.operands[0]
+            loading.operands[1] != stored.operands[0]
         ):  # else the thread that stores the element has loaded it itself
             return False
         if load not in self._stored:
@@ -59,33 +61,33 @@ class Copies:
         return not any(threads[reader // 32] & own or (threads & ~storing[store]).any() for threads in users)
 
     def _stores_of(self, load: int) -> Reached | None:
-        """The stores that a loaded value goes into, after any arithmetic; None if it goes anywhere else."""
-        found: set[int] = set()
+        """Return the stores that a loaded value reaches through arithmetic; None if it is used in any other way."""
+        stores: set[int] = set()
         other_lanes = False
-        new = list(_registers(self.statements[load].operands[0]))
-        known = set(new)
-        while new:
-            register = new.pop()
+        worklist = list(_registers(self.statements[load].operands[0]))
+        seen = set(worklist)
+        while worklist:
+            register = worklist.pop()
             for number in self._uses(register):
                 statement = self.statements[number]
                 if _STORE.match(statement.opcode):
                     if statement.guard == register or register in _registers(statement.operands[0]):
                         return None
-                    found.add(number)
+                    stores.add(number)
                     continue
                 operation = opcodes.decode(statement)
-                handed = operation.handler.startswith(("shfl.", "redux."))
+                exchanged = operation.handler.startswith(("shfl.", "redux."))
                 plain = operation.arithmetic or operation.handler.startswith(("pack.", "unpack.", "pred."))
-                if not (plain or handed) or statement.guard == register:
+                if not (plain or exchanged) or statement.guard == register:
                     return None
-                other_lanes |= handed
-                results = _registers(statement.operands[0]) - known
-                known |= results
-                new += results
-        return Reached(frozenset(found), other_lanes)
+                other_lanes |= exchanged
+                results = _registers(statement.operands[0]) - seen
+                seen |= results
+                worklist += results
+        return Reached(frozenset(stores), other_lanes)
 
     def _uses(self, register: str) -> list[int]:
-        """The statements that read a register, or are guarded by it."""
+        """Return the statements that read a register, or are guarded by it."""
         if self._readers is None:
             self._readers = {}
             for number, statement in enumerate(self.statements):
@@ -96,14 +98,14 @@ class Copies:
 
 
 def _writes_first(statement: Statement) -> bool:
-    """Whether the first operand is what a statement writes: of stores, barriers and branches it is not."""
+    """Return whether the first operand is a result: not so for stores, barriers and branches."""
     return not statement.opcode.startswith(
         ("st.", "red.", "cp.", "bar", "mbarrier", "bra", "brx", "stmatrix", "fence")
     )
 
 
 def _registers(operand: str) -> set[str]:
-    """The names in an operand.
+    """Return the names in an operand.
 
     >>> sorted(_registers("{ %r1, %r2 }"))
     ['%r1', '%r2']

@@ -1,4 +1,4 @@
-"""Why a kernel's results may have other bits on another device, as its PTX shows."""
+"""Reasons, visible in a kernel's PTX, why its results may have different bits on another device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 REASONS = {
     "approximate instructions": re.compile(r"\.approx|\bdiv\.full"),
     "matrix units": re.compile(r"\b(mma|wgmma|tcgen05)\."),
-    # Threads exchange numbers, and add some: their order is the layout's.
+    # Threads exchange values and add them, in an order that depends on the layout.
     "sums over threads": re.compile(
         r"\b(shfl|redux|ld\.shared|ldmatrix)\b.*\b(add|fma)[.\w]*\.f32", re.DOTALL
     ),
@@ -15,6 +15,7 @@ REASONS = {
 
 
 def reasons(ptx: str) -> frozenset[str]:
-    """None: every operation is exactly rounded and in an order that the program gives, so that bits are those of any
-    device. Otherwise what they may depend on."""
+    """Return what the bits of results may depend on.
+
+    If the set is empty, every operation is exactly rounded and in program order: any device gives the same bits."""
     return frozenset(reason for reason, shown in REASONS.items() if shown.search(ptx))

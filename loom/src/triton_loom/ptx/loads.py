@@ -1,8 +1,8 @@
-"""Results of a tcgen05.ld that may be used before its wait: by the ways through a program.
+"""Data-flow analysis of the results of tcgen05.ld: which may be used before the wait.
 
-A load fills its registers until a tcgen05.wait::ld. LLVM moves them to pairs before that, which is no use yet: the pair
-is as unready as its parts. Which instructions might use one is seen from the text; the machine looks at those, and at
-no others, when they are executed.
+Until a tcgen05.wait::ld, a load may still be filling its registers. LLVM moves them to pairs before that, which does
+not count as a use: the pair is as unready as its parts. The analysis finds the instructions that might use one; the
+machine checks those, and no others, when they are executed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .operations import Operation
 
 
 def is_load(operation: Operation) -> bool:
-    """Whether it is a tcgen05.ld."""
+    """Return whether an operation is a tcgen05.ld."""
     return operation.handler.startswith("tcgen05.ld.")
 
 
@@ -22,22 +22,22 @@ def _is_move(operation: Operation) -> bool:
 
 
 def _results(operation: Operation) -> tuple[str, ...]:
-    """What a load or a move writes."""
+    """Return the registers that a load or a move writes."""
     parts = is_load(operation) or operation.handler.startswith("unpack.")
     return tuple(use.text for use in (operation.uses[:-1] if parts else operation.uses[:1]))
 
 
 def doubtful(operations: Sequence[Operation], ways: Sequence[Sequence[int]]) -> frozenset[int]:
-    """Numbers of the instructions that have to be looked at; `ways` are the numbers that may follow each."""
+    """Return the numbers of the instructions that must be checked; `ways` are the possible successors of each."""
     if not any(map(is_load, operations)):
         return frozenset()
     open_at: dict[int, frozenset[str]] = {0: frozenset()}  # registers that may not be ready there
     touching: set[int] = set()
-    to_do = [0]
-    while to_do:
-        number = to_do.pop()
+    worklist = [0]
+    while worklist:
+        number = worklist.pop()
         unready = set(open_at[number])
-        while True:  # to the end of what is executed in a row
+        while True:  # to the end of the straight-line code
             operation = operations[number]
             if operation.handler == "tcgen05.wait::ld":
                 unready.clear()
@@ -55,5 +55,5 @@ def doubtful(operations: Sequence[Operation], ways: Sequence[Sequence[int]]) -> 
         for to in after:
             if to not in open_at or not unready <= open_at[to]:
                 open_at[to] = open_at.get(to, frozenset()) | unready
-                to_do.append(to)
+                worklist.append(to)
     return frozenset(touching)

@@ -1,10 +1,10 @@
-"""The table of opcodes: which instruction of PTX, with which modifiers, is which handler of the machine.
+"""Table of opcodes: maps each PTX instruction, with its modifiers, to a handler of the machine.
 
-Plain arithmetic is known from codegen/ptx.py; what touches memory, other lanes or the order of things has a row here.
-A pattern is written as there: `{.ftz}` may be there or not, `(u16|u32)` is one of them. A row's function gets the
-statement and says what the machine does. **What has no row is an error that names it**: no modifier is ever ignored,
-except those that a row lists because they are advice alone (caches). Orders and scopes of atomics, of strong loads and
-stores and of fences become flags of the instruction (gpu/program.py).
+Plain arithmetic comes from codegen/ptx.py; instructions that touch memory, other lanes or the order of execution have a
+row here. Patterns are written as there: `{.ftz}` is optional, `(u16|u32)` is a choice. A row's function takes the
+statement and returns the machine's operation. **An instruction without a row is an error that names it**: no modifier
+is ever ignored, except those that a row lists because they are only hints (caches). Orders and scopes of atomics, of
+strong loads and stores and of fences become flags of the instruction (ptx/program.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .text import Statement
 
 
 def decode(statement: Statement) -> Operation:
-    """What a statement does; raises `UnknownInstruction`."""
+    """Return the operation of a statement; raise `UnknownInstruction` if it is not supported."""
     row = _row(statement.opcode)
     if row is not None:
         try:
@@ -26,14 +26,14 @@ def decode(statement: Statement) -> Operation:
         except (IndexError, ValueError) as error:
             if isinstance(error, UnknownInstruction):
                 raise
-            raise UnknownInstruction(statement, "its operands are not what this instruction has") from error
+            raise UnknownInstruction(statement, "its operands do not fit this instruction") from error
     name = statement.opcode
     if len(statement.operands) == 4:
         name = re.sub(r"^(min|max)(?=[.\w]*\.f32$)", r"\g<1>3", name)
-    known = scalars.find(name)
-    if known is None:
+    scalar = scalars.find(name)
+    if scalar is None:
         raise UnknownInstruction(statement)
-    return _arithmetic(statement, name, known.writes, known.reads)
+    return _arithmetic(statement, name, scalar.writes, scalar.reads)
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +50,7 @@ def _arithmetic(
     read = [text for operand in rest for text in elements(operand)]
     results = list(pair(first)) if "|" in first else [first]
     if len(results) < scalars.least_results(name) or len(results) > len(writes) or len(read) != len(reads):
-        raise UnknownInstruction(statement, "it has another number of operands")
+        raise UnknownInstruction(statement, "it has the wrong number of operands")
     types = (*writes[: len(results)], *reads)
     uses = tuple(Use(text, type_) for text, type_ in zip([*results, *read], types, strict=True))
     return Operation(name, uses, arithmetic=True)
@@ -60,7 +60,7 @@ def _arithmetic(
 
 
 def _move(s: Statement) -> Operation:
-    """Between registers, or of the parts of one."""
+    """Decode a move between registers, or between a register and its parts."""
     type_ = words(s)[1]
     to, source = s.operands
     if type_ == "pred":
@@ -81,12 +81,12 @@ def _predicate_logic(s: Statement) -> Operation:
 
 
 def _address_space(s: Statement) -> Operation:
-    """cvta: global, parameter and generic addresses are the same numbers here."""
+    """Decode cvta as a move: global, parameter and generic addresses are the same here."""
     return _arithmetic(s, "mov.u64", ("u64",), ("u64",))
 
 
 def _policy(s: Statement) -> Operation:
-    """How long caches should keep something: no value that anything depends on."""
+    """Decode a cache policy: its value is 0, since nothing depends on it."""
     return Operation("mov.b64", (Use(s.operands[0], "b64"), Use("0", "b64")), arithmetic=True)
 
 
@@ -121,7 +121,7 @@ def _store(s: Statement) -> Operation:
 
 
 def _atomic(s: Statement) -> Operation:
-    """atom has the old value for a result, red none."""
+    """Decode atom, whose result is the old value, or red, which has no result."""
     name = words(s)
     space = _space(name)
     type_ = name[-1]
@@ -201,12 +201,12 @@ def _active_mask(s: Statement) -> Operation:
 
 
 def _barrier(s: Statement) -> Operation:
-    """`bar` is `barrier.cta` with .aligned: all threads of a warp come together."""
+    """Decode a barrier. `bar` is `barrier.cta.aligned`: all threads of a warp arrive together."""
     name = words(s)
-    way = "sync" if "sync" in name else "arrive"
+    action = "sync" if "sync" in name else "arrive"
     aligned = ".aligned" if name[0] == "bar" or "aligned" in name else ""
     threads = s.operands[1] if len(s.operands) > 1 else "0"
-    return Operation(f"barrier.{way}{aligned}", (Use(s.operands[0], "u32"), Use(threads, "u32")))
+    return Operation(f"barrier.{action}{aligned}", (Use(s.operands[0], "u32"), Use(threads, "u32")))
 
 
 def _warp_barrier(s: Statement) -> Operation:
@@ -217,13 +217,13 @@ def _warp_barrier(s: Statement) -> Operation:
 
 
 def _copy(s: Statement) -> Operation:
-    """The size of a copy is part of its handler's name; how much of it is given may be an operand, else it is all."""
-    to, source, size, *given = s.operands
+    """Decode cp.async. The copy's size is part of the handler's name; an operand may limit the bytes that are read."""
+    to, source, size, *rest = s.operands
     (to_base, to_offset), (base, offset) = address(to), address(source)
     has_policy = "L2::cache_hint" in words(s)
-    if len(given) > 1 + has_policy:
+    if len(rest) > 1 + has_policy:
         raise ValueError(s)
-    amount = given[0] if len(given) > has_policy else size
+    amount = rest[0] if len(rest) > has_policy else size
     offsets = (to_offset & 0xFFFFFFFF) | offset << 32
     uses = (Use(to_base, "u32"), Use(base, "u64"), Use(amount, "u32"))
     return Operation(f"cp.async.{int(size, 0)}", uses, offsets)
@@ -266,7 +266,7 @@ def _product(s: Statement) -> Operation:
 
 
 def _scaled_product(s: Statement) -> Operation:
-    """Beside the matrices the scales of A and of B, each with the byte and the lane that they begin at."""
+    """Decode a scaled product: besides the matrices, the scales of A and of B, each with its first byte and lane."""
     name = [word for word in words(s) if word not in ("sync", "aligned", "row", "col")]
     *matrices, scales_a, place_a, scales_b, place_b = s.operands
     uses = [Use(text, "b32") for operand in (*matrices, scales_a, scales_b) for text in elements(operand)]

@@ -1,4 +1,4 @@
-"""What an instruction is to the machine: a handler and its operands. The tables of opcodes are made of these."""
+"""Operations of the machine, a handler and its operands; the tables of opcodes consist of these."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .text import Statement, split
 
 
 class UnknownInstruction(ValueError):
-    """A kernel has an instruction, or a modifier of one, that the machine does not execute."""
+    """Error: a kernel has an instruction, or a modifier of one, that the machine does not execute."""
 
-    def __init__(self, statement: Statement, why: str = "the emulated GPU does not know it") -> None:
+    def __init__(self, statement: Statement, why: str = "the emulated GPU does not support it") -> None:
         super().__init__(f"`{statement}` (PTX line {statement.line}, {statement.place}): {why}")
         self.opcode = statement.opcode
 
 
 class Use(NamedTuple):
-    """An operand: a register, number or symbol, and the type that the instruction has it in."""
+    """An operand: a register, number or symbol, and the type in which the instruction uses it."""
 
     text: str
     type: str
@@ -29,7 +29,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """What a statement does: a handler, and what it is called with."""
+    """The effect of a statement: a handler, and its arguments."""
 
     handler: str  # by name
     uses: tuple[Use, ...] = ()
@@ -38,13 +38,13 @@ class Operation:
         False  # the handler is a name of codegen/ptx.py; which one depends on the registers as well
     )
     targets: tuple[str, ...] = ()  # labels
-    ends: bool = False  # no instruction follows this one unless a guard holds it back
+    ends: bool = False  # execution does not fall through unless a guard disables it
     serial: bool = False  # its result depends on the order of blocks
 
 
 @dataclass(frozen=True)
 class Row:
-    """Instructions that one function understands."""
+    """Instructions that one function decodes."""
 
     pattern: str
     operation: Callable[[Statement], Operation]
@@ -58,27 +58,27 @@ class Row:
 
 
 def words(statement: Statement) -> list[str]:
-    """The opcode and its modifiers."""
+    """Return the opcode and its modifiers."""
     return statement.opcode.split(".")
 
 
 def elements(text: str) -> list[str]:
-    """`{a, b}` or a single operand."""
+    """Return the elements of `{a, b}`, or the single operand."""
     inner = text.strip()
     return list(split(inner[1:-1])) if inner.startswith("{") else [inner]
 
 
 def pair(text: str) -> tuple[str, str]:
-    """`d|p`, of which either may be left out."""
+    """Split `d|p`; p may be left out."""
     first, _, second = text.partition("|")
     return first.strip(), second.strip() or "_"
 
 
 def address(text: str) -> tuple[str, int]:
-    """`[base+offset]`: a register or symbol, and a number of bytes."""
-    found = re.fullmatch(r"\[\s*([%$\w.@]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
-    if found is None:
+    """Parse `[base+offset]` into a register or symbol, and a number of bytes."""
+    match = re.fullmatch(r"\[\s*([%$\w.@]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
+    if match is None:
         raise ValueError(text)
-    if re.fullmatch(r"-?\d\w*", found[1]):
-        return "0", int(found[1], 0) + (int(found[2], 0) if found[2] else 0)
-    return found[1], int(found[2], 0) if found[2] else 0
+    if re.fullmatch(r"-?\d\w*", match[1]):
+        return "0", int(match[1], 0) + (int(match[2], 0) if match[2] else 0)
+    return match[1], int(match[2], 0) if match[2] else 0

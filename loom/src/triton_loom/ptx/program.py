@@ -1,4 +1,4 @@
-"""From statements to a flat program: registers numbered, branches resolved, places where parted lanes meet again."""
+"""Translation of statements into a flat program: numbered registers, resolved branches, reconvergence points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .text import Kernel, PtxError, Statement
 
 NOWHERE = 0xFFFFFFFF
 ALL_LANES = 0xFFFFFFFF
-# Of `Flags` in include/gpu/machine.h.
+# `Flags` of include/gpu/machine.h.
 ATOMIC, UNFENCED, UNIFORM_OPERANDS, FENCES_THREADS, TENSOR_COPY = 1, 2, 4, 8, 16
 ACQUIRES, RELEASES, NARROW = 32, 64, 128
 
@@ -30,28 +30,28 @@ _SAME = {f"%cluster_ctaid.{axis}": "%cluster_ctarank" for axis in "xyz"} | {
 
 @dataclass(frozen=True)
 class Decoded:
-    """An instruction as the machine has it."""
+    """An instruction in the machine's form."""
 
     handler: str
-    operands: tuple[int, ...]  # byte offsets into the register file; of brx.idx targets after the first
+    operands: tuple[int, ...]  # byte offsets into the register file; for brx.idx, targets after the first
     immediate: int
     guard: int
     flip: int
     target: int
     reconverge: int
     flags: int
-    behind: str = ""  # the handler that `handler` stands in for
+    behind: str = ""  # the handler that `handler` replaces
 
 
 @dataclass
 class Flat:
-    """A kernel that is ready to be executed, apart from the addresses of its handlers."""
+    """A kernel ready for execution, except for the addresses of its handlers."""
 
     kernel: Kernel
     instructions: list[Decoded] = field(default_factory=list)
     register_bytes: int = 0
-    constants: list[tuple[int, int, int]] = field(default_factory=list)  # offset, bytes of a lane, value
-    symbols: list[tuple[int, str]] = field(default_factory=list)  # offset, name of initialised global memory
+    constants: list[tuple[int, int, int]] = field(default_factory=list)  # offset, bytes per lane, value
+    symbols: list[tuple[int, str]] = field(default_factory=list)  # offset, name of initialized global memory
     specials: list[tuple[int, int, int]] = field(default_factory=list)  # offset, kind, addend
     scalars: set[scalars.Scalar] = field(default_factory=set)
     serial: bool = False  # results depend on the order of blocks: they run one after another
@@ -62,7 +62,7 @@ class Flat:
 
 
 def flatten(kernel: Kernel) -> Flat:
-    """Decode every statement; raises `UnknownInstruction` for the first that is not known."""
+    """Decode every statement; raise `UnknownInstruction` for the first that is not supported."""
     return _Builder(kernel).build()
 
 
@@ -76,15 +76,17 @@ class _Builder:
         self.flat = Flat(kernel)
         self.fences_threads = False  # by tcgen05.fence
         self.registers: dict[str, int] = {}
-        self.made: dict[tuple[object, ...], int] = {}  # constants, symbols and specials that have a register
+        self.preloaded: dict[
+            tuple[object, ...], int
+        ] = {}  # constants, symbols and specials that have a register
         for name, size in kernel.registers.items():
-            self.registers[name] = self._room(size)
-        # Where a target lacks an atomic operation, it is a loop around compare-and-swap: a load gives the first guess
-        # of what is there, and it does no harm if that is no longer true.
+            self.registers[name] = self._allocate(size)
+        # If a target lacks an atomic operation, the PTX loops around compare-and-swap: a load gives the first guess of
+        # the old value, and a stale guess does no harm.
         self.swapped = {s.operands[1] for s in kernel.statements if re.match(r"atom\b.*\.cas\.", s.opcode)}
 
-    def _room(self, size: int) -> int:
-        """A register of `size` bytes a lane; a predicate has a bit a lane."""
+    def _allocate(self, size: int) -> int:
+        """Allocate a register of `size` bytes per lane (one bit per lane for a predicate); return its offset."""
         total = 32 * size or 4
         offset = _align(self.flat.register_bytes, 64 if size else 4)
         self.flat.register_bytes = offset + total
@@ -97,13 +99,13 @@ class _Builder:
         operations = [opcodes.decode(statement) for statement in statements]
         numbered = enumerate(zip(operations, statements, strict=True))
         ways = [self._ways(number, *both) for number, both in numbered]
-        meeting = reconvergence(ways)
+        reconvergence_points = reconvergence(ways)
         doubtful = accumulators.doubtful(operations, ways)
         loading = loads.doubtful(operations, ways)
         self.fences_threads = any(o.handler.startswith("tcgen05.fence::") for o in operations)
         for number, (statement, operation) in enumerate(zip(statements, operations, strict=True)):
             try:
-                decoded = self._decode(statement, operation, meeting[number])
+                decoded = self._decode(statement, operation, reconvergence_points[number])
                 if number in doubtful.touching:
                     decoded = replace(decoded, handler="wgmma.touched", behind=decoded.handler)
                 if number in loading:
@@ -114,11 +116,11 @@ class _Builder:
             except UnknownInstruction:
                 raise
             except (KeyError, ValueError, PtxError) as error:
-                raise UnknownInstruction(statement, f"an operand is not understood ({error})") from error
+                raise UnknownInstruction(statement, f"an operand is not supported ({error})") from error
             self.flat.serial |= operation.serial
         return self.flat
 
-    # ---- where it goes -----------------------------------------------------------------------------------------
+    # ---- control flow ------------------------------------------------------------------------------------------
 
     def _label(self, name: str) -> int:
         if name not in self.kernel.labels:
@@ -131,8 +133,9 @@ class _Builder:
         return [self._label(name) for name in operation.targets]
 
     def _ways(self, number: int, operation: Operation, statement: Statement) -> list[int]:
-        """The instructions that may follow; the one after the last is the end. Whoever leaves the kernel before its
-        last statement is not waited for where the ways of the others meet."""
+        """Return the possible successors of an instruction; the number after the last is the end.
+
+        A lane that leaves the kernel before its last statement is not waited for where the other lanes reconverge."""
         following = self._targets(operation)
         if operation.handler == "leave" and number == len(self.kernel.statements) - 1:
             following = [len(self.kernel.statements)]
@@ -140,13 +143,13 @@ class _Builder:
             following.append(number + 1)
         return following
 
-    # ---- what it is called with --------------------------------------------------------------------------------
+    # ---- operands ----------------------------------------------------------------------------------------------
 
     def _decode(self, statement: Statement, operation: Operation, reconverge: int) -> Decoded:
         uses, immediate, handler = list(operation.uses), operation.immediate, operation.handler
         if (
             handler == "ld.param" and uses[-1].text in self.registers
-        ):  # their addresses are those of memory like any other
+        ):  # parameter addresses are ordinary memory addresses
             handler, uses[-1] = "ld.global", Use(uses[-1].text, "u64")
             operation = replace(operation, handler=handler, uses=tuple(uses))
         if handler == "ld.param":
@@ -155,7 +158,7 @@ class _Builder:
         offsets = [self._offset(use) for use in uses]
         if handler in ("ld.local", "st.local"):
             if self._size(uses[-1 if handler == "ld.local" else 0]) != 4:
-                raise PtxError("an address of local memory in 64 bits")
+                raise PtxError("an address of local memory has 64 bits")
             offsets += [self._local(), self._constant(self.kernel.local_bytes, 4)]
         sizes = tuple(self._size(use) for use in uses)
         if operation.arithmetic:
@@ -195,7 +198,7 @@ class _Builder:
         return ATOMIC if reduces or guess else 0
 
     def _size(self, use: Use) -> int:
-        """Bytes of a lane of the register that an operand lies in."""
+        """Return the bytes per lane of an operand's register."""
         if use.text in self.kernel.registers:
             return self.kernel.registers[use.text]
         return scalars.register_bytes(use.type)
@@ -203,12 +206,12 @@ class _Builder:
     def _offset(self, use: Use) -> int:
         text, size = use.text, scalars.register_bytes(use.type)
         if text in self.registers:
-            have = self.kernel.registers[text]
-            if (have == 0) != (size == 0) or have < size:
-                raise PtxError(f"{text} is no register for {use.type}")
+            register_size = self.kernel.registers[text]
+            if (register_size == 0) != (size == 0) or register_size < size:
+                raise PtxError(f"{text} is not a register for {use.type}")
             return self.registers[text]
         if text == "_":
-            return self._made(("sink", size), size, lambda offset: None)
+            return self._preloaded(("sink", size), size, lambda offset: None)
         special = _SAME.get(text, text)
         if special in SPECIALS:
             return self._special(special, size, 0)
@@ -220,40 +223,41 @@ class _Builder:
             return self._special("parameters", size, self.kernel.parameters[text].offset)
         if text in self.kernel.constants:
             key = ("symbol", text)
-            return self._made(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
+            return self._preloaded(key, 8, lambda offset: self.flat.symbols.append((offset, text)))
         if text.startswith("%"):
-            raise PtxError(f"{text} is declared nowhere, or a special register that is not emulated")
+            raise PtxError(f"{text} is not declared, or is a special register that is not emulated")
         return self._constant(number(text, use.type), size)
 
     def _local(self) -> int:
-        """Local memory, which is a part of the register file: the bytes of one lane after those of another."""
-        return self._made(("local",), self.kernel.local_bytes, lambda offset: None)
+        """Return the offset of local memory in the register file, which holds one lane's bytes after another's."""
+        return self._preloaded(("local",), self.kernel.local_bytes, lambda offset: None)
 
     def _special(self, name: str, size: int, addend: int) -> int:
         kind = SPECIALS.index(name)
         if (size == 8 and name != "parameters") or size == 0:
             raise PtxError(f"{name} in {8 * size} bits")
-        return self._made(
+        return self._preloaded(
             ("special", kind, addend), size, lambda offset: self.flat.specials.append((offset, kind, addend))
         )
 
     def _constant(self, value: int, size: int) -> int:
         value &= (1 << (8 * size or 32)) - 1
-        return self._made(
+        return self._preloaded(
             ("constant", size, value), size, lambda offset: self.flat.constants.append((offset, size, value))
         )
 
-    def _made(self, key: tuple[object, ...], size: int, enter: Callable[[int], None]) -> int:
-        """The register of something that is there before a block begins; entered into its list the first time."""
-        if key not in self.made:
-            self.made[key] = self._room(size)
-            enter(self.made[key])
-        return self.made[key]
+    def _preloaded(self, key: tuple[object, ...], size: int, enter: Callable[[int], None]) -> int:
+        """Return the register of a value that exists before a block begins; on first use, `enter` it into its list."""
+        if key not in self.preloaded:
+            self.preloaded[key] = self._allocate(size)
+            enter(self.preloaded[key])
+        return self.preloaded[key]
 
 
 def _ordering(statement: Statement) -> int:
-    """Flags of a strong operation or a fence: what it orders, and among whom. A fence without an order has both; an
-    atomic operation without a scope has that of the GPU."""
+    """Return the flags of a strong operation or a fence: its order and its scope.
+
+    A fence without an order acquires and releases; an atomic operation without a scope has the GPU's."""
     name = statement.opcode.split(".")
     is_fence = name[0] in ("fence", "membar")
     both = bool({"acq_rel", "sc"}.intersection(name)) or (
@@ -267,7 +271,7 @@ _BY_SIZE = ("ld.global", "ld.shared", "ld.local", "ld.param", "st.global", "st.s
 
 
 def _sized(handler: str, uses: Sequence[Use], sizes: Sequence[int]) -> str:
-    """The variant of a load or store for a type and the registers of its values."""
+    """Return the variant of a load or store for a type and the registers of its values."""
     values = [(use, size) for use, size in zip(uses, sizes, strict=False) if use.type not in ("param",)]
     values = (
         values[1:] if handler.startswith("st") else values[:-1] if not handler.endswith("param") else values
@@ -287,16 +291,16 @@ _BITS = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
 
 
 def number(text: str, type_: str) -> int:
-    """The bits of a number as PTX writes it."""
-    if found := _BITS.fullmatch(text):
-        return int(found[1] or found[2], 16)
+    """Return the bits of a number in PTX notation."""
+    if match := _BITS.fullmatch(text):
+        return int(match[1] or match[2], 16)
     if type_ in ("f32", "f64") and re.fullmatch(r"[+-]?\d+\.\d*([eE][+-]?\d+)?", text):
         packed = struct.pack("<f" if type_ == "f32" else "<d", float(text))
         return int.from_bytes(packed, "little")
-    found = _INTEGER.fullmatch(text)
-    if found is None or type_ in ("f32", "f64"):
-        raise PtxError(f"`{text}` is no register, symbol or number for {type_}")
-    sign, hexadecimal, binary, decimal = found.groups()
+    match = _INTEGER.fullmatch(text)
+    if match is None or type_ in ("f32", "f64"):
+        raise PtxError(f"`{text}` is not a register, symbol or number for {type_}")
+    sign, hexadecimal, binary, decimal = match.groups()
     if hexadecimal:
         value = int(hexadecimal, 16)
     elif binary:
@@ -308,14 +312,14 @@ def number(text: str, type_: str) -> int:
     return -value if sign == "-" else value
 
 
-# ---- where parted lanes meet again -----------------------------------------------------------------------
+# ---- reconvergence ---------------------------------------------------------------------------------------
 
 
 def reconvergence(ways: Sequence[Iterable[int]]) -> list[int]:
-    """For each branch its immediate post-dominator, for other instructions NOWHERE; NOWHERE is also the end.
+    """Return the immediate post-dominator of each branch, and NOWHERE for other instructions; NOWHERE is also the end.
 
-    Instructions between branches are taken together: a kernel has thousands of them and a few dozen branches. A way
-    that never ends does not count.
+    Instructions between branches are grouped into blocks: a kernel has thousands of instructions and a few dozen
+    branches. Paths that never end do not count.
     """
     end = len(ways)
     following = [list(after) for after in ways]
@@ -327,15 +331,15 @@ def reconvergence(ways: Sequence[Iterable[int]]) -> list[int]:
     exit_ = len(starts)
     successors = [[block_of.get(to, exit_) for to in following[last]] for last in lasts]
     post = _immediate_post_dominators(successors, exit_)
-    found = [NOWHERE] * end
+    result = [NOWHERE] * end
     for block, last in enumerate(lasts):
         if post[block] != exit_:
-            found[last] = starts[post[block]]
-    return found
+            result[last] = starts[post[block]]
+    return result
 
 
 def _immediate_post_dominators(successors: Sequence[Sequence[int]], exit_: int) -> list[int]:
-    """By Cooper, Harvey and Kennedy's iteration on the reversed graph."""
+    """Return the immediate post-dominators, by Cooper, Harvey and Kennedy's iteration on the reversed graph."""
     predecessors: list[list[int]] = [[] for _ in range(exit_ + 1)]
     for block, after in enumerate(successors):
         for to in after:
@@ -367,7 +371,7 @@ def _immediate_post_dominators(successors: Sequence[Sequence[int]], exit_: int) 
                 new = to if new is None else _meet(new, to, post, height)
             if new != post[block]:
                 post[block], changed = new, True
-    return [exit_ if found is None else found for found in post[:exit_]]
+    return [exit_ if dominator is None else dominator for dominator in post[:exit_]]
 
 
 def _meet(a: int, b: int, post: Sequence[int | None], height: dict[int, int]) -> int:

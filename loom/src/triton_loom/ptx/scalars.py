@@ -1,7 +1,7 @@
-"""Handlers of plain arithmetic: what an instruction means in one lane (codegen/ptx.py) made a function of 32 of them.
+"""Handlers of plain arithmetic: an instruction's meaning in one lane (codegen/ptx.py) made a function of 32 lanes.
 
-Those that Triton's PTX is full of are compiled with the machine. Any other that codegen/ptx.py knows is compiled when a
-kernel first has it; so nothing that is known is refused, and the library stays small.
+Instructions that are common in Triton's PTX are compiled with the machine. Any other that codegen/ptx.py knows is
+compiled when a kernel first has it, so that everything known is supported and the library stays small.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..codegen import ptx
 
 
 class Scalar(NamedTuple):
-    """An instruction with the registers that it is used with: bytes of a lane of each operand, 0 for a predicate.
+    """An instruction and its register sizes: bytes per lane of each operand, 0 for a predicate.
 
     A register may be wider than what the instruction reads or writes of it.
     """
 
     name: str
-    registers: tuple[int, ...]  # results, then what is read
+    registers: tuple[int, ...]  # of results, then of operands read
 
     @property
     def handler(self) -> str:
@@ -30,8 +30,8 @@ class Scalar(NamedTuple):
 
 
 def find(name: str) -> ptx.Row | None:
-    """What an instruction means, its operands being registers throughout."""
-    if name == "lop3.b32":  # its table is an operand like others
+    """Return the meaning of an instruction with all operands in registers, or None if it is not known."""
+    if name == "lop3.b32":  # its truth table is an operand like the others
         return ptx.Row(("b32",), ("b32", "b32", "b32", "u32"), ("gpu::lop3(%0, %1, %2, %3)",))
     if three := _EXTREME_OF_THREE.fullmatch(name):
         return _extreme_of_three(three[1] == "max", ".ftz" in name, ".NaN" in name)
@@ -43,15 +43,15 @@ def find(name: str) -> ptx.Row | None:
     return replace(row, meaning=(_QUICKER[name],)) if row is not None and name in _QUICKER else row
 
 
-# `mad.lo.cc.u32` and the like, of which `text` makes two: the number, and the carry.
+# `mad.lo.cc.u32` and the like, which `text` splits in two: the value, and the carry.
 _CARRY = re.compile(
-    r"(?P<name>add|sub|mad\.lo|mad\.hi)\.(?P<what>value|carry)\.(?P<sign>[us])(?P<bits>32|64)"
+    r"(?P<name>add|sub|mad\.lo|mad\.hi)\.(?P<output>value|carry)\.(?P<sign>[us])(?P<bits>32|64)"
 )
 
 
-def _carrying(name: str, what: str, sign: str, bits: str) -> ptx.Row:
-    """The last operand is the carry that comes in. A carry that goes out is the bit above the number, of a difference
-    that of the borrow."""
+def _carrying(name: str, output: str, sign: str, bits: str) -> ptx.Row:
+    """Return an operation with carry. The last operand is the carry in; the carry out is the bit above the value, which
+    is the borrow for a difference."""
     type_, unsigned, signed = (
         f"u{bits}",
         *{"32": ("u64", "i64"), "64": ("unsigned __int128", "__int128")}[bits],
@@ -65,28 +65,28 @@ def _carrying(name: str, what: str, sign: str, bits: str) -> ptx.Row:
         "mad.hi": f"{product} >> {bits}) + %2 + %3",
     }
     reads = (*[type_] * (3 if name.startswith("mad") else 2), "pred")
-    if what == "carry":
+    if output == "carry":
         return ptx.Row(("pred",), reads, (f"({sums[name]}) >> {bits} & 1",))
     return ptx.Row((type_,), reads, (sums[name],))
 
 
-# Rounded toward zero, down or up: libdevice has these in its logarithms.
-_DIRECTED = re.compile(r"(?P<name>add|sub|mul|fma)\.(?P<way>rz|rm|rp)(?P<ftz>\.ftz)?\.f32")
+# Rounded toward zero, down or up: libdevice uses these in its logarithms.
+_DIRECTED = re.compile(r"(?P<name>add|sub|mul|fma)\.(?P<direction>rz|rm|rp)(?P<ftz>\.ftz)?\.f32")
 
 
-def _rounded(name: str, way: str, ftz: str | None) -> ptx.Row:
+def _rounded(name: str, direction: str, ftz: str | None) -> ptx.Row:
     flush, count = f"ptx::flush<{str(bool(ftz)).lower()}>", 3 if name == "fma" else 2
     a, b, *c = (f"{flush}(%{k})" for k in range(count))
     factors = {"add": f"{a}, 1.f, {b}", "sub": f"{a}, 1.f, -{b}", "fma": f"{a}, {b}, {''.join(c)}"}
     text = (
-        f"gpu::directed_product<'{way[1]}'>({a}, {b})"
+        f"gpu::directed_product<'{direction[1]}'>({a}, {b})"
         if name == "mul"
-        else (f"gpu::directed_sum<'{way[1]}'>({factors[name]})")
+        else (f"gpu::directed_sum<'{direction[1]}'>({factors[name]})")
     )
     return ptx.Row(("f32",), ("f32",) * count, (f"ptx::canonical({flush}({text}))",))
 
 
-# `max.f32 d, a, b, c` (sm_100) is here max3.f32: a name stands for one number of operands.
+# `max.f32 d, a, b, c` (sm_100) is called max3.f32 here, because each name has a fixed number of operands.
 _EXTREME_OF_THREE = re.compile(r"(min|max)3(\.ftz)?(\.NaN)?\.f32")
 
 
@@ -97,7 +97,7 @@ def _extreme_of_three(max_: bool, ftz: bool, nan: bool) -> ptx.Row:
     return ptx.Row(("f32",), ("f32",) * 3, (f"ptx::canonical({text})",))
 
 
-# The same results in fewer steps, for what every kernel on bf16 does all the time.
+# Faster code with the same results for operations that bf16 kernels use all the time.
 _QUICKER = {
     "cvt.f32.bf16": "gpu::f32_of_bf16(%0)",
     "cvt.rn.bf16.f32": "(u16)gpu::bf16_of_f32(%0)",
@@ -109,13 +109,13 @@ _QUICKER = {
 
 
 def register_bytes(type_: str) -> int:
-    """Of a lane of the narrowest register that holds this type."""
+    """Return the bytes per lane of the narrowest register that holds this type."""
     bits = ptx.width(type_)
     return 0 if bits == 1 else 8 if bits == 64 else 4
 
 
 def plain(name: str) -> Scalar:
-    """An instruction with the registers that fit its types, and without results that may be left out."""
+    """Return an instruction with registers that fit its types, without its optional results."""
     row = find(name)
     assert row is not None, name
     types = (*row.writes[: least_results(name)], *row.reads)
@@ -123,7 +123,7 @@ def plain(name: str) -> Scalar:
 
 
 def least_results(name: str) -> int:
-    """The results that cannot be left out: setp's second one, the opposite of the first, can."""
+    """Return the number of results that cannot be left out: setp's second one, the opposite of the first, can."""
     return 2 if name.startswith("setp") and name.endswith("x2") else 1
 
 
@@ -138,7 +138,7 @@ GPU_LIBRARY(GPU_TABLE(gpu::TABLE))
 
 
 def unit(scalars: Iterable[Scalar]) -> str:
-    """The text of a library with these handlers."""
+    """Return the C++ text of a library with these handlers."""
     listed = sorted(set(scalars))
     functions = [_function(f"scalar_{number}", scalar) for number, scalar in enumerate(listed)]
     rows = [f'  GPU_HANDLER("{s.handler}", scalar_{number})' for number, s in enumerate(listed)]
@@ -164,7 +164,7 @@ def _function(function: str, scalar: Scalar) -> str:
     read = ", ".join(lanes[results:])
     body = [f"  expect_divisor(w, i, {lanes[-1]});"] if _divides(scalar.name) else []
     if row.writes[0] == "pred":
-        # All of them before the first is written: a result may be an operand.
+        # Compute all results before writing the first: a result may also be an operand.
         body += [
             f"  const u32 bits_{number} = true_lanes({text}, {read});" for number, text in enumerate(lambdas)
         ]
@@ -184,14 +184,14 @@ def _divides(name: str) -> bool:
     return re.fullmatch(r"(div|rem)\.[us]\d+", name) is not None
 
 
-# ---- what nearly every kernel has ------------------------------------------------------------------------
+# ---- common instructions ---------------------------------------------------------------------------------
 
 
 def _expand(pattern: str) -> list[str]:
-    """The names that a pattern of alternatives, `(a|b).{.c}d`, stands for."""
+    """Return the names that a pattern of alternatives, `(a|b).{.c}d`, stands for."""
     parts = re.split(r"\(([^()]*)\)", re.sub(r"\{([^{}]*)\}", r"(|\1)", pattern))
     choices = [part.split("|") if number % 2 else [part] for number, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in product(*choices)]
+    return ["".join(selection) for selection in product(*choices)]
 
 
 _COMMON = (
@@ -246,5 +246,5 @@ _COMMON = (
 
 
 def common() -> list[Scalar]:
-    """The instructions that are compiled with the machine."""
+    """Return the instructions that are compiled with the machine."""
     return [plain(name) for pattern in _COMMON for name in _expand(pattern) if find(name) is not None]

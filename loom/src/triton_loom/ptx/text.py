@@ -1,8 +1,8 @@
-"""PTX text: from characters to statements.
+"""Parser of PTX text into statements.
 
-A module of Triton's holds one kernel. What is read of it: the parameters and where they lie, the threads of a block,
-the registers, and the statements with their guards, labels and lines. Names that inline assembly declares in a scope of
-its own (`{ .reg .pred done; wait: ... bra wait; }`) become unique here, so that no later step knows of scopes.
+A Triton module holds one kernel. The parser reads its parameters and their offsets, the threads of a block, the
+registers, and the statements with their guards, labels and lines. Names that inline assembly declares in a scope of its
+own (`{ .reg .pred done; wait: ... bra wait; }`) become unique here, so that no later step deals with scopes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-# Bytes of a register of each kind; a predicate is one bit of 32 lanes.
+# Bytes per lane of a register of each type; a predicate is one bit per lane.
 REGISTER_BYTES = {"pred": 0, "b8": 4, "b16": 4, "b32": 4, "b64": 8, "b128": 16} | {
     f"{kind}{bits}": max(bits // 8, 4) for kind in "usf" for bits in (8, 16, 32, 64)
 }
@@ -20,28 +20,28 @@ PARAMETER_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8,
 
 
 class PtxError(ValueError):
-    """The text is not PTX of the kind that Triton makes."""
+    """Error: the text is not PTX of the kind that Triton makes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a statement comes from: a line of Python, and the line of the kernel that called there, if another did."""
+    """Source of a statement: a line of Python, and the kernel's line that called it, if that is another."""
 
     file: str = ""
     line: int = 0
-    outermost: str = ""  # "file.py:12", of the kernel's own text
+    outermost: str = ""  # "file.py:12", in the kernel itself
 
     def __str__(self) -> str:
-        inner = f"{self.file}:{self.line}" if self.line else "a line that is not known"
+        inner = f"{self.file}:{self.line}" if self.line else "an unknown line"
         return f"{self.outermost} (in {inner})" if self.outermost else inner
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One instruction as it is written: `@!%p1 ld.global.b32 %r1, [%rd1+4];`."""
+    """An instruction as written: `@!%p1 ld.global.b32 %r1, [%rd1+4];`."""
 
     opcode: str  # with its modifiers
-    operands: tuple[str, ...]  # split at the commas outside of brackets
+    operands: tuple[str, ...]  # split at the commas outside brackets
     guard: str = ""  # a predicate register; the instruction does nothing where it is false
     negated: bool = False  # of the guard
     line: int = 0  # in the PTX
@@ -63,21 +63,19 @@ class Parameter:
 
 @dataclass
 class Kernel:
-    """A kernel's text, taken apart."""
+    """A parsed kernel."""
 
     name: str
     parameters: dict[str, Parameter]
     threads: int  # of a block
-    registers: dict[str, int] = field(default_factory=dict)  # name to bytes of a lane, 0 for a predicate
+    registers: dict[str, int] = field(default_factory=dict)  # name -> bytes per lane, 0 for a predicate
     statements: list[Statement] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)  # name to the number of the statement that follows
+    labels: dict[str, int] = field(default_factory=dict)  # name -> number of the statement that follows
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx: labels by index
-    constants: dict[str, bytes] = field(default_factory=dict)  # of the .global space, initialised
-    shared: dict[str, int] = field(
-        default_factory=dict
-    )  # symbols of shared memory: offset from its beginning
+    constants: dict[str, bytes] = field(default_factory=dict)  # initialized .global memory
+    shared: dict[str, int] = field(default_factory=dict)  # symbol of shared memory -> offset
     shared_bytes: int = 0  # of symbols that have a size; dynamic memory begins after them
-    local: dict[str, int] = field(default_factory=dict)  # symbols of a thread's own memory: offset
+    local: dict[str, int] = field(default_factory=dict)  # symbol of a thread's own memory -> offset
     local_bytes: int = 0
 
     @property
@@ -86,7 +84,7 @@ class Kernel:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """At the commas that stand outside of all brackets."""
+    """Split a text at the commas outside all brackets."""
     parts, depth, begin = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "{[(") - (letter in "}])")
@@ -109,8 +107,8 @@ _CALLERS = "noinline functions, tl.device_print, tl.device_assert, and sines and
 
 
 def _at_one_line(assembly: re.Match[str]) -> str:
-    """Inline assembly with its first .loc alone. From Triton 3.8 on, LLVM counts a line of Python on for each line of
-    the assembly, although all of it comes from one."""
+    """Return inline assembly with only its first .loc. From Triton 3.8 on, LLVM advances the Python line with each line
+    of the assembly, although all of it comes from one line."""
     first = _LOCATION.search(assembly[0])
     end = first.end() if first else 0
     return assembly[0][:end] + _LOCATION.sub("", assembly[0][end:])
@@ -118,7 +116,7 @@ def _at_one_line(assembly: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=16)  # a module is read when it is loaded, and when its kernel is launched first
 def read(ptx: str) -> Kernel:
-    """The kernel of a module."""
+    """Parse a module; return its kernel."""
     ptx = _INLINE.sub(_at_one_line, ptx)
     outermost = {ptx.count("\n", 0, m.start()) + 1: m[1].strip() for m in _INLINED.finditer(ptx)}
     text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
@@ -126,15 +124,15 @@ def read(ptx: str) -> Kernel:
     if entry is None:
         raise PtxError("there is no .entry in this PTX: nothing to execute")
     if _ENTRY.search(text, entry.end()):
-        raise PtxError("there are several kernels in this PTX: Triton makes one a module")
+        raise PtxError("there are several kernels in this PTX: Triton makes one per module")
     if call := _CALL.search(text, entry.end()):
         line = text.count("\n", 0, call.start()) + 1
         raise PtxError(
-            f"`{' '.join(call[0].split())}` (PTX line {line}): the emulated GPU has no calls of functions ({_CALLERS})"
+            f"`{' '.join(call[0].split())}` (PTX line {line}): the emulated GPU cannot call functions ({_CALLERS})"
         )
     threads = re.search(r"\.reqntid\s+(\d+)", entry[3])
     if threads is None:
-        raise PtxError("the kernel has no .reqntid: how many threads a block has is not known")
+        raise PtxError("the kernel has no .reqntid: the number of threads of a block is unknown")
     kernel = Kernel(name=entry[1], parameters=_parameters(entry[2]), threads=int(threads[1]))
     for name, size in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d*)\]", text):
         kernel.shared[name] = kernel.shared_bytes
@@ -142,29 +140,29 @@ def read(ptx: str) -> Kernel:
     for name, count, values in re.findall(
         r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\](?:\s*=\s*\{([^}]*)\})?", text[: entry.start()]
     ):
-        given = [int(value, 0) & 255 for value in split(values or "")]
-        kernel.constants[name] = bytes(given + [0] * (int(count) - len(given)))
+        initial = [int(value, 0) & 255 for value in split(values or "")]
+        kernel.constants[name] = bytes(initial + [0] * (int(count) - len(initial)))
     files = {int(number): path for number, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     _Body(kernel, files, outermost).read(text, entry.end())
     return kernel
 
 
 def _parameters(text: str) -> dict[str, Parameter]:
-    found, offset = {}, 0
+    result, offset = {}, 0
     for declaration in split(text.replace("\n", " ")):
         words = re.sub(r"\[\d+\]", "", declaration).split()
         kind = next((word[1:] for word in words if word[1:] in PARAMETER_BYTES), None)
         if kind is None:
-            raise PtxError(f"the parameter `{declaration}` has no type that is known")
+            raise PtxError(f"the parameter `{declaration}` has no known type")
         count = re.search(r"\[(\d+)\]", declaration)
         size = PARAMETER_BYTES[kind] * (int(count[1]) if count else 1)
-        # `.ptr .align` is a promise about what is pointed to; of the parameter itself speaks the one before its type.
+        # `.ptr .align` is about the memory pointed to; the .align before the type is the parameter's own.
         alignment = re.match(r"\.param\s+\.align\s+(\d+)", declaration)
         multiple = int(alignment[1]) if alignment else PARAMETER_BYTES[kind]
         offset = -(-offset // multiple) * multiple
-        found[words[-1]] = Parameter(words[-1], offset, size)
+        result[words[-1]] = Parameter(words[-1], offset, size)
         offset += size
-    return found
+    return result
 
 
 # ---- the body --------------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ _NAME = re.compile(r"[%$A-Za-z_][\w$]*")
 
 @dataclass
 class _Scope:
-    """Names that are declared in a pair of braces, and what they are called in the whole kernel."""
+    """Names declared in a pair of braces, and their unique names in the kernel."""
 
     names: dict[str, str]
     outer: _Scope | None
@@ -196,7 +194,7 @@ class _Scope:
 
 
 class _Body:
-    """Reads the statements of a kernel."""
+    """Parser of a kernel's statements."""
 
     def __init__(self, kernel: Kernel, files: Mapping[int, str], outermost: Mapping[int, str]) -> None:
         self.kernel, self.files, self.outermost = kernel, files, outermost
@@ -226,16 +224,16 @@ class _Body:
         depth, at = 1, begin
         line, counted = 1, 0
         while True:
-            found = _TOKEN.match(text, at)
-            if found is None or found.lastgroup is None:
-                raise PtxError(f"after line {line}: the kernel's text ends too early")
-            kind = found.lastgroup
-            content = found[kind].strip()
-            at = found.end()
+            match = _TOKEN.match(text, at)
+            if match is None or match.lastgroup is None:
+                raise PtxError(f"after line {line}: the kernel's text ends unexpectedly")
+            kind = match.lastgroup
+            content = match[kind].strip()
+            at = match.end()
             depth += (content == "{") - (content == "}")
             if depth == 0:
                 return
-            line, counted = line + text.count("\n", counted, found.start(kind)), found.start(kind)
+            line, counted = line + text.count("\n", counted, match.start(kind)), match.start(kind)
             yield kind, content, line
 
     def _locate(self, text: str, line: int) -> None:
@@ -245,7 +243,7 @@ class _Body:
         self.place = Place(file=file, line=int(numbers[2]), outermost=outermost)
 
     def _declared(self, tokens: list[tuple[str, str, int]], number: int, outer: _Scope) -> _Scope:
-        """The names of the scope that opens at a token: its labels and registers, up to its closing brace."""
+        """Return the scope that opens at a token: its labels and registers, up to its closing brace."""
         names, depth = {}, 0
         self.scopes += 1
         for kind, content, _ in tokens[number:]:
@@ -271,10 +269,10 @@ class _Body:
         if text.startswith(".local"):
             return self._local(text)
         if text.startswith("."):
-            raise PtxError(f"line {line}: the directive `{text.split()[0]}` is not known")
+            raise PtxError(f"line {line}: the directive `{text.split()[0]}` is not supported")
         guard, negated = "", False
-        if found := _GUARD.match(text):
-            guard, negated, text = scope.find(found[2]), found[1] == "!", text[found.end() :]
+        if match := _GUARD.match(text):
+            guard, negated, text = scope.find(match[2]), match[1] == "!", text[match.end() :]
         opcode, *rest = text.split(None, 1)
         arguments = " ".join(rest[0].split()) if rest else ""
         if scope.outer is not None:
@@ -286,21 +284,21 @@ class _Body:
         return None
 
     def _with_carry(self, opcode: str, operands: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-        """What takes a carry or leaves one, in steps: the carry, which is a predicate here, and the number."""
-        found = _CARRY.fullmatch(opcode)
-        if found is None or not (found["takes"] or found["leaves"]):
+        """Split an instruction that takes or leaves a carry into steps: the carry, a predicate here, and the value."""
+        match = _CARRY.fullmatch(opcode)
+        if match is None or not (match["takes"] or match["leaves"]):
             return [(opcode, operands)]
         carry, new = "the carry", "the next carry"
         self.kernel.registers |= {carry: 0, new: 0}
-        name, type_ = f"{found['name']}{found['half'] or ''}", found["type"]
-        reads = (*operands[1:], carry if found["takes"] else "0")
+        name, type_ = f"{match['name']}{match['half'] or ''}", match["type"]
+        reads = (*operands[1:], carry if match["takes"] else "0")
         steps: list[tuple[str, tuple[str, ...]]] = [(f"{name}.value.{type_}", (operands[0], *reads))]
-        if found["leaves"]:  # the number comes last but one, since it may be written to what is read
+        if match["leaves"]:  # the value comes second to last, since its register may also be read
             steps = [(f"{name}.carry.{type_}", (new, *reads)), *steps, ("mov.pred", (carry, new))]
         return steps
 
     def _plain(self, operand: str, line: int) -> str:
-        """A negated predicate, `!%p1`, gets a register and an instruction of its own."""
+        """Return an operand; a negated predicate, `!%p1`, gets a register and an instruction of its own."""
         if not operand.startswith("!"):
             return operand
         name = f"not {operand[1:]}"
@@ -312,23 +310,23 @@ class _Body:
         _, kind, names = text.split(None, 2)
         size = REGISTER_BYTES.get(kind[1:])
         if size is None:
-            raise PtxError(f"registers of type {kind} are not known")
+            raise PtxError(f"registers of type {kind} are not supported")
         for name in _register_names(names):
             self.kernel.registers[scope.find(name)] = size
 
     def _local(self, text: str) -> None:
-        """Memory of each thread's own, such as sines take for the digits of pi that a large argument needs."""
-        found = re.fullmatch(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text)
-        if found is None:
-            raise PtxError(f"`{text}` is no declaration of local memory that is known")
-        alignment, size = int(found[1]), int(found[3])
+        """Declare per-thread memory, as sines use for the digits of pi that a large argument needs."""
+        match = re.fullmatch(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text)
+        if match is None:
+            raise PtxError(f"`{text}` is not a supported declaration of local memory")
+        alignment, size = int(match[1]), int(match[3])
         offset = -(-self.kernel.local_bytes // alignment) * alignment
-        self.kernel.local[found[2]] = offset
+        self.kernel.local[match[2]] = offset
         self.kernel.local_bytes = offset + size
 
 
 def _register_names(text: str) -> Iterator[str]:
-    """`%r<3>, t` are %r0, %r1, %r2 and t."""
+    """Yield the names of a declaration: `%r<3>, t` are %r0, %r1, %r2 and t."""
     for name in split(text):
         if many := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
             yield from (f"{many[1]}{number}" for number in range(int(many[2])))

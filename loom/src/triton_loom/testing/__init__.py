@@ -1,13 +1,13 @@
-"""What tests of kernels need, whoever's kernels they are. Both packages of this repository use it.
+"""Tools for testing kernels, yours or ours. Both packages of this repository use them.
 
-- `accuracy`: error budgets against float64, each with the proof that it can fail.
-- `comparison`: tensors equal bit for bit.
-- `memory`: memory that shows what was left unwritten and what was touched outside of a tensor.
-- `mutation`: kernels that are broken on purpose, which a test has to notice.
+- `accuracy`: error budgets against float64, each with a proof that it can fail.
+- `comparison`: bitwise equality of tensors.
+- `memory`: memory that reveals unwritten outputs and accesses outside of a tensor.
+- `mutation`: kernels broken on purpose, which a test has to notice.
 - `noop`: a device that compiles for a GPU and launches nothing.
-- `forks`: scripts in processes that have imported what takes long.
+- `forks`: scripts in processes that have already imported slow modules.
 - `ranks`: a script run by each rank of a group on this machine.
-- `fixtures`: fixtures of pytest for a `conftest.py`; the only module here that imports pytest.
+- `fixtures`: pytest fixtures for a `conftest.py`; the only module here that imports pytest.
 """
 
 from .accuracy import EPS32, assert_not_worse, assert_rounded_once, check, ulp

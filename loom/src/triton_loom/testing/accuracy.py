@@ -1,4 +1,4 @@
-"""How near is near enough: error budgets, and the proof that each of them can fail.
+"""Error budgets, and the proof that each of them can fail.
 
 The truth is always computed in float64. A budget says how far a result may be from it; `check` then damages
 the result in five ways (zeroed, doubled, one row zeroed, one column negated, rows rotated by one) and demands
@@ -15,22 +15,24 @@ EPS32 = torch.finfo(torch.float32).eps
 
 
 def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Distance between neighbouring numbers of `dtype` at the size of `value`, in float64."""
+    """Return the distance between neighboring values of `dtype` at the magnitude of `value`, in float64."""
     info = torch.finfo(dtype)
     size = value.double().abs().clamp(min=info.smallest_normal)
     return torch.exp2(torch.floor(torch.log2(size))) * info.eps
 
 
 def assert_rounded_once(got: torch.Tensor, truth: torch.Tensor, noise: torch.Tensor | float) -> None:
-    """`got` is `truth` with an arithmetic error of at most `noise`, then one rounding to its own dtype."""
+    """Assert that `got` is `truth` with an arithmetic error of at most `noise`, rounded once to its own dtype."""
     check(got, truth, noise + ulp(truth, got.dtype) / 2)
 
 
 def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, factor: float = 2) -> None:
-    """In every row the error is at most `factor` times that of eager PyTorch in the same dtype, plus the
-    rounding of the result and eight of float32, which is what another order of adding up a thousand terms
-    amounts to (a random walk of sqrt(1000) steps of a quarter). Eager's error in a row counts as no smaller
-    than it is overall, relative to the largest values: a row where it was lucky sets no standard."""
+    """Assert that in every row the error is at most `factor` times eager PyTorch's in the same dtype, plus rounding.
+
+    The allowance for rounding is that of the result and eight eps of float32, which is what another summation order
+    of a thousand terms amounts to (a random walk of sqrt(1000) steps of a quarter). Eager's error in a row counts
+    as no smaller than its overall error relative to the largest values: a row where it was lucky sets no standard.
+    """
     rows, eager_rows = _rows(truth.double()), _rows(eager.double())
     largest = rows.abs().amax(1, keepdim=True)
     error = (eager_rows - rows).abs().amax(1, keepdim=True)
@@ -40,7 +42,7 @@ def assert_not_worse(got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor
 
 
 def check(got: torch.Tensor, truth: torch.Tensor, limit: torch.Tensor | float) -> None:
-    """|got - truth| <= limit everywhere, and nowhere near it once `got` is damaged."""
+    """Assert |got - truth| <= limit everywhere, and that damaged copies of `got` exceed the limit."""
     assert got.shape == truth.shape, f"shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
     got, truth = got.detach().double(), truth.detach().double()
     limit = torch.as_tensor(limit, dtype=torch.float64).expand_as(truth)
@@ -63,7 +65,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mutants(got: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Damaged copies of `got` that differ from it; a result of zeros has none worth the name."""
+    """Yield damaged copies of `got` that differ from it; reject an all-zero result, which has none worth the name."""
     assert got.count_nonzero() > 0, "an all-zero result proves nothing"
     rows = _rows(got)
     busiest_row = rows.abs().amax(1).argmax()

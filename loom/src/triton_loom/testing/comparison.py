@@ -1,4 +1,4 @@
-"""Tensors compared bit for bit."""
+"""Bitwise comparison of tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, as contiguous integers of the same size."""
+    """Return the bits of a tensor as contiguous integers of the same size."""
     return tensor.detach().contiguous().view(WORDS[tensor.element_size()])
 
 
 def assert_same(got: Any, want: Any, what: str = "") -> None:
-    """Two tensors, or NumPy arrays, are equal bit for bit (so -0.0 is not 0.0), but any NaN equals any other."""
+    """Assert that two tensors or NumPy arrays are equal bit for bit (so -0.0 is not 0.0); any NaN equals any other."""
     got, want = _tensor(got), _tensor(want)
     assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     differ = (words(got) != words(want)) & ~(_is_nan(got) & _is_nan(want))
     if differ.any():
-        places = differ.nonzero()[:4].tolist()
-        pairs = [f"{place}: {got[tuple(place)]} != {want[tuple(place)]}" for place in places]
+        indices = differ.nonzero()[:4].tolist()
+        pairs = [f"{index}: {got[tuple(index)]} != {want[tuple(index)]}" for index in indices]
         raise AssertionError(f"{what}: {int(differ.sum())} of {differ.numel()} differ; {'; '.join(pairs)}")
 
 

@@ -1,7 +1,6 @@
-"""What every test of both packages runs under: poisoned allocations and scratch memory, fixed seeds, a known number of
-threads.
+"""Test environment of both packages: poisoned allocations and scratch memory, fixed seeds, a known number of threads.
 
-A `conftest.py` imports the fixtures and hooks that it wants; all of them are used without being asked for.
+A `conftest.py` imports the fixtures and hooks that it wants; all of them are autouse.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SEED = int(os.environ.get("LOOM_TEST_SEED", "0"))
 
 
 def pytest_report_header() -> str:
-    """What a failure depends on besides the code: versions, threads, the seed, the cache."""
+    """Print what a failure depends on besides the code: versions, threads, the seed, the cache."""
     return (
         f"triton {triton.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"LOOM_TEST_SEED={SEED}, TRITON_CACHE_DIR={os.environ.get('TRITON_CACHE_DIR', '(default)')}"
@@ -31,29 +30,31 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays until the end. Python need not look through it for garbage, which
-    compiling kernels would have it do thousands of times."""
+    """Freeze imported and collected objects, which live until the end.
+
+    Otherwise Python's garbage collector would scan them thousands of times while kernels are compiled.
+    """
     gc.freeze()
     gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` and its relatives return poison, so an output that a kernel leaves unwritten shows."""
+    """Make `torch.empty` and its relatives return poison, so that an output left unwritten shows."""
     with memory.poisoned_allocations():
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_scratch() -> Iterator[None]:
-    """Programs begin with poison in their scratch memory, so a kernel that reads what another one left there shows."""
+    """Poison the scratch memory before each program, so that a kernel that reads another program's leftovers shows."""
     with launcher.poisoned_scratch():
         yield
 
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Each test draws the same random numbers, whatever ran before it."""
+    """Seed the random generators, so that a test draws the same numbers whatever ran before it."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     with suppress(ImportError):
@@ -64,7 +65,7 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def restored_threads() -> Iterator[None]:
-    """A test may choose its number of threads."""
+    """Restore the number of threads after a test, which may change it."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

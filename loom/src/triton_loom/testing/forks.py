@@ -1,12 +1,12 @@
-"""Scripts in processes of their own that do not pay for imports, which take longer than what a test wants of them.
+"""Run scripts in their own processes without paying for slow imports each time.
 
-Each is forked from one process that has imported some modules and computed nothing, so that no thread of it is missing:
+Each is forked from one process that has imported some modules but started no thread, since forks would miss it:
 
     with Forks("torch", "triton", flags=("-W", "error")) as forks:
         done = forks.run("script.py", "argument", VARIABLE="value")
 
-does what `VARIABLE=value python -W error script.py argument` does. What the modules read from the environment when they
-are imported is that of `Forks`.
+is equivalent to `VARIABLE=value python -W error script.py argument`. Modules read the environment of `Forks` when
+they are imported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from typing import Any
 
 
 class Forks:
-    """The process to fork from, started by the first script. `modules` are imported in it, `flags` are those of Python,
-    and `environment` is what it has besides this process's."""
+    """Process to fork from, started by the first script.
+
+    It imports `modules`, runs with the Python flags `flags` and adds `environment` to this process's variables.
+    """
 
     def __init__(self, *modules: str, flags: tuple[str, ...] = (), **environment: str) -> None:
         self.command = [sys.executable, *flags, __file__, *modules]
@@ -42,7 +44,7 @@ class Forks:
     def run(
         self, *arguments: str | Path, cwd: Path | None = None, seconds: float = 600, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """What `python script ...` or `python -m module ...` returned and printed."""
+        """Run `python script ...` or `python -m module ...`; return its exit code and output."""
         if self._server is None:
             self._server = subprocess.Popen(
                 self.command,
@@ -59,28 +61,30 @@ class Forks:
         assert server.stdin is not None
         assert server.stdout is not None
         with tempfile.TemporaryDirectory() as directory:
-            printed = [Path(directory) / name for name in ("stdout", "stderr")]
-            for file in printed:
+            output_files = [Path(directory) / name for name in ("stdout", "stderr")]
+            for file in output_files:
                 file.touch()
             argv = [str(argument) for argument in arguments]
             job = {
                 "argv": argv,
                 "cwd": str(cwd or Path.cwd()),
                 "environment": {**os.environ, **self.environment, **environment},
-                "printed": [str(file) for file in printed],
+                "printed": [str(file) for file in output_files],
             }
             print(json.dumps(job), file=server.stdin, flush=True)
             if not select.select([server.stdout], [], [], seconds)[0]:
                 server.kill()
                 self._server = None
-                raise subprocess.TimeoutExpired(argv, seconds, *(file.read_text() for file in printed))
+                raise subprocess.TimeoutExpired(argv, seconds, *(file.read_text() for file in output_files))
             answer = server.stdout.readline()
             assert answer, "the process to fork from has ended"
-            return subprocess.CompletedProcess(argv, int(answer), *(file.read_text() for file in printed))
+            return subprocess.CompletedProcess(
+                argv, int(answer), *(file.read_text() for file in output_files)
+            )
 
 
-def _forked_for_a_job() -> dict[str, Any] | None:
-    """In each process that is forked, its job; in the process they are forked from nothing, when no more are wanted."""
+def _fork_for_each_job() -> dict[str, Any] | None:
+    """Fork a child for each job on stdin. Return the job in the child, None in the parent when stdin ends."""
     for line in sys.stdin:
         child = os.fork()
         if not child:
@@ -110,11 +114,11 @@ def _become(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file, whose modules would hide others of their names
+    del sys.path[0]  # this file's directory, whose modules would shadow others of the same name
     for module in sys.argv[1:]:
         importlib.import_module(module)
     sys.path.insert(0, "")
     if os.path.isdir("/proc/self/task"):
-        assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in what is forked"
-    if job := _forked_for_a_job():
+        assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which forks would miss"
+    if job := _fork_for_each_job():
         _become(job)

@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel left unwritten, and what it touched outside of its tensors."""
+"""Memory that reveals what a kernel left unwritten, and what it accessed outside of its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .comparison import WORDS
 
 NAN = 0xFF  # this byte repeated is NaN in every float type but the fnuz ones, and -1 in signed integers
 
-# ---- memory that nobody wrote -----------------------------------------------------------------------------
+# ---- uninitialized memory ---------------------------------------------------------------------------------
 
 
 def poison(tensor: Tensor) -> Tensor:
@@ -31,17 +31,17 @@ def poison(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` and its relatives return `poison`, so that an output that a kernel leaves unwritten shows."""
+    """Make `torch.empty` and its relatives return poison, so that an output left unwritten shows."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
-            made = allocate(*args, **kwargs)
-            # A compiler that traces this cannot look at memory; what its graph allocates is not seen here anyway.
-            return made if torch.compiler.is_compiling() else poison(made)
+            tensor = allocate(*args, **kwargs)
+            # A tracing compiler cannot access memory; allocations inside its graph do not pass here anyway.
+            return tensor if torch.compiler.is_compiling() else poison(tensor)
 
         return allocate_poisoned
 
-    # PyTorch looks its constructors up when a device is first made the default, and remembers those that it finds.
+    # PyTorch caches its constructors when a default device is first set: have it cache the originals.
     with torch.device("cpu"):
         torch.empty(0)
     names = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
@@ -55,9 +55,9 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 class Guarded:
-    """A tensor in the middle of memory filled with a byte. `check` finds any byte written outside of its elements.
+    """Tensor surrounded by memory filled with a byte. `check` detects any byte written outside of its elements.
 
-    With `NAN` for the byte, a number read outside of them shows in the results as well.
+    With `NAN` as the byte, an element read outside of them shows in the results as well.
     """
 
     MARGIN = 1024
@@ -83,37 +83,39 @@ class Guarded:
 
     @classmethod
     def of(cls, tensor: Tensor, fill: int = 0xA5) -> Guarded:
-        """A guarded copy with the same strides."""
+        """Return a guarded copy with the same strides."""
         guarded = cls(tensor.shape, tensor.dtype, tensor.stride(), fill, tensor.device)
         guarded.tensor.copy_(tensor)
         return guarded
 
     def check(self) -> Tensor:
-        """A contiguous copy of the tensor, once all memory around it is found to be as it was."""
-        kept = self.words.clone(memory_format=torch.contiguous_format)
-        filled = torch.full((kept.element_size(),), self.fill, dtype=torch.uint8, device=kept.device)
-        self.words.copy_(filled.view(kept.dtype)[0])
+        """Return a contiguous copy of the tensor, after asserting that the memory around it is unchanged."""
+        elements = self.words.clone(memory_format=torch.contiguous_format)
+        filler = torch.full((elements.element_size(),), self.fill, dtype=torch.uint8, device=elements.device)
+        self.words.copy_(filler.view(elements.dtype)[0])
         stray = (self.memory != self.fill).nonzero().flatten() - self.MARGIN
         assert not len(stray), f"bytes written outside of the tensor, at {stray[:8].tolist()}"
-        self.words.copy_(kept)
-        return kept.view(self.tensor.dtype)
+        self.words.copy_(elements)
+        return elements.view(self.tensor.dtype)
 
 
 @contextmanager
 def guarded_allocations(fill: int = NAN, device: torch.device | str = "cpu") -> Iterator[list[Guarded]]:
-    """What `torch.empty`, its relatives and `torch.zeros` make on a device of this type lies between guards, collected
-    in the list. A tensor with a stride of 0, which stands for others, has none."""
+    """Guard the allocations of `torch.empty`, its relatives and `torch.zeros` on a type of device; yield the guards.
+
+    A tensor with a stride of 0 is not guarded: its elements overlap.
+    """
     guards: list[Guarded] = []
-    zeros, watched = torch.zeros, torch.device(device).type
+    zeros, device_type = torch.zeros, torch.device(device).type
 
     def guarded(value: float | None) -> Callable[..., Tensor]:
         def allocate(*shape: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
             size = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-            if torch.device(device or "cpu").type != watched or 0 in size:
+            if torch.device(device or "cpu").type != device_type or 0 in size:
                 return zeros(size, dtype=dtype, device=device)
             guards.append(Guarded(size or (1,), dtype or torch.float32, fill=fill, device=device or "cpu"))
-            made = guards[-1].tensor.view(size)
-            return made if value is None else made.fill_(value)
+            tensor = guards[-1].tensor.view(size)
+            return tensor if value is None else tensor.fill_(value)
 
         return allocate
 
@@ -128,18 +130,18 @@ def guarded_allocations(fill: int = NAN, device: torch.device | str = "cpu") -> 
         length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         return empty((length,), **options).as_strided(size, stride)
 
-    made: dict[str, Callable[..., Tensor]] = {
+    replacements: dict[str, Callable[..., Tensor]] = {
         "empty": empty,
         "empty_like": empty_like,
         "empty_strided": empty_strided,
         "zeros": guarded(0.0),
     }
-    with _replaced({(torch, name): function for name, function in made.items()}):
+    with _replaced({(torch, name): function for name, function in replacements.items()}):
         yield guards
 
 
 class Fenced:
-    """A page of memory between two that can't be touched: a stray read or write ends the process."""
+    """Page of memory between two inaccessible ones: a stray read or write ends the process."""
 
     PAGE = mmap.PAGESIZE
 
@@ -152,23 +154,23 @@ class Fenced:
             assert protect(fence, self.PAGE, 0) == 0, "mprotect failed"
 
     def last(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` elements before the upper fence."""
+        """Return the `count` elements before the upper fence."""
         size = count * dtype.itemsize
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=2 * self.PAGE - size)
 
     def first(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` elements after the lower fence."""
+        """Return the `count` elements after the lower fence."""
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.PAGE)
 
 
 @contextmanager
 def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
-    """Attributes of modules and classes are others for a while."""
-    before = {(owner, name): getattr(owner, name) for owner, name in functions}
+    """Replace attributes of modules and classes inside a `with` block."""
+    originals = {(owner, name): getattr(owner, name) for owner, name in functions}
     try:
         for (owner, name), function in functions.items():
             setattr(owner, name, function)
         yield
     finally:
-        for (owner, name), function in before.items():
+        for (owner, name), function in originals.items():
             setattr(owner, name, function)

@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose: a test that passes with one of them does not test what it says."""
+"""Kernels broken on purpose: a test that passes with one of them does not test what it claims."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from triton import CompilationError, JITFunction
 
 
 def mutant(kernel: JITFunction[Any], old: str, new: str) -> JITFunction[Any]:
-    """A copy of a kernel in whose text `old`, which occurs there once, is replaced by `new`."""
-    found = kernel.src.count(old)
-    if found != 1:
-        raise ValueError(f"{old!r} is {found} times in {kernel.__name__}, not once")
+    """Return a copy of a kernel with `old`, which must occur exactly once in its source, replaced by `new`."""
+    count = kernel.src.count(old)
+    if count != 1:
+        raise ValueError(f"{old!r} is {count} times in {kernel.__name__}, not once")
     broken = JITFunction(kernel.fn)
-    broken._unsafe_update_src(kernel.src.replace(old, new))  # Triton's own way to another text
+    broken._unsafe_update_src(kernel.src.replace(old, new))  # Triton's own way to change the source
     return broken
 
 
 def assert_caught(
     test: Callable[[JITFunction[Any]], None], kernel: JITFunction[Any], *changes: tuple[str, str]
 ) -> None:
-    """The test, a function of the kernel, passes as it is, and fails with each `old` replaced by its `new`.
+    """Assert that the test, a function of the kernel, passes as is and fails with each `old` replaced by its `new`.
 
     Any exception counts as a failure but one: a mutant that does not compile is no mutant.
     """

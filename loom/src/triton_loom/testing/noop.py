@@ -1,4 +1,4 @@
-"""A device that compiles for a GPU and launches nothing: what is left of a call is its time on the host."""
+"""Device that compiles for a GPU and launches nothing: what remains of a call is its host time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.backends.driver import DriverBase
 
 
 class NoopLauncher:
-    """In place of the C launcher, which takes the same arguments."""
+    """Replacement for the C launcher, with the same arguments."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.global_scratch_size = self.profile_scratch_size = 0
@@ -23,7 +23,7 @@ class NoopLauncher:
 
 
 class _Utils:
-    """Loading a binary gives handles that nobody uses."""
+    """Driver functions that return handles nobody uses."""
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return 1, 1, 0, 0, 1024
@@ -41,8 +41,7 @@ class _Utils:
 
 
 class NoopDriver(DriverBase):  # type: ignore[misc]
-    """A GPU of this target, an sm_90 unless told otherwise, on which every launch returns at once. Its tensors are the
-    CPU's."""
+    """GPU of the given target, sm_90 by default, on which every launch returns at once. Its tensors live on the CPU."""
 
     launcher_cls = NoopLauncher
 
@@ -52,53 +51,53 @@ class NoopDriver(DriverBase):  # type: ignore[misc]
 
     @property
     def emulates(self) -> str:
-        """The target by its name: libraries that ask what they run on are told of the GPU, not of the CPU."""
+        """Return the target's name: libraries that query the device see the GPU, not the CPU."""
         return f"sm_{self.target.arch}" if isinstance(self.target.arch, int) else str(self.target.arch)
 
     @classmethod
     def is_active(cls) -> bool:
-        """Only when it is made so."""
+        """Return True: the driver is only active when activated explicitly."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Nobody compiles a launcher."""
+        """Return the type unchanged: no launcher is compiled."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return self.target
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors are."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: Any) -> int:
-        """The only one."""
+        """Return the only stream."""
         return 0
 
     def get_device_interface(self) -> Any:
-        """What waits for the device."""
+        """Return the interface that waits for the device."""
         return torch.cpu
 
     def get_benchmarker(self) -> Any:
-        """There is nothing to measure."""
+        """Raise NotImplementedError: there is nothing to measure."""
         raise NotImplementedError
 
     def get_empty_cache_for_benchmark(self) -> Any:
-        """There is nothing to measure."""
+        """Raise NotImplementedError: there is nothing to measure."""
         raise NotImplementedError
 
     def clear_cache(self, cache: Any) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
 
 
 @contextmanager
 def launching_nothing(target: GPUTarget | None = None) -> Iterator[None]:
-    """Inside a `with` block, kernels are compiled for the target and launches return at once."""
+    """Compile kernels for the target inside a `with` block, and return from launches at once."""
     from ..driver import activated
 
     with activated(NoopDriver(target)):

@@ -1,4 +1,4 @@
-"""Ranks on this machine: the `main` of a script runs for each rank of a group, and leaves its results in a file."""
+"""Run the `main` of a script for each rank of a group on this machine; each rank saves its results in a file."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ Results = Callable[[int], list[dict[str, Any]]]
 
 
 def results_of(script: Path, tmp_path_factory: pytest.TempPathFactory, **options: bool) -> Results:
-    """What the ranks of a group of that size found, each group run once. `main(rank, world, directory, **options)` of
-    the script saves `RANK.pt` in the directory. Ranks are forked when the script has been imported, which must start no
-    thread."""
-    known: dict[int, Path] = {}
+    """Return a function that runs a group of a given size, once, and returns the results of its ranks.
+
+    `main(rank, world, directory, **options)` of the script saves `RANK.pt` in the directory. Ranks are forked after
+    the script has been imported, which must start no thread.
+    """
+    directories: dict[int, Path] = {}
 
     def of(world: int) -> list[dict[str, Any]]:
-        if world not in known:
-            # Shared by the workers of a run: the first one to come runs the ranks.
+        if world not in directories:
+            # Shared by the workers of a test run: the first to arrive runs the ranks.
             run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
             parent = tmp_path_factory.getbasetemp().parent if run else tmp_path_factory.mktemp("ranks")
-            known[world] = parent / "-".join(
+            directories[world] = parent / "-".join(
                 [run, script.stem, str(world), *(f"{name}={value}" for name, value in options.items())]
             )
             try:
-                known[world].mkdir()
+                directories[world].mkdir()
             except FileExistsError:
-                _wait_for(known[world] / "done")
+                _wait_for(directories[world] / "done")
             else:
-                _run(script, world, known[world], options)
-        failed = (known[world] / "done").read_text()
+                _run(script, world, directories[world], options)
+        failed = (directories[world] / "done").read_text()
         assert not failed, failed
-        return [torch.load(known[world] / f"{rank}.pt") for rank in range(world)]
+        return [torch.load(directories[world] / f"{rank}.pt") for rank in range(world)]
 
     return of
 
 
 def _run(script: Path, world: int, directory: Path, options: dict[str, bool]) -> None:
-    """Run the ranks; `done` says what they said if one has failed."""
+    """Run the ranks. `done` holds their output if one failed, and is empty otherwise."""
     start = f"from {__name__} import run_ranks; run_ranks({str(script)!r}, {world}, {str(directory)!r}, **{options})"
     failed = True
     log = directory / "log"
@@ -65,7 +67,7 @@ def _run(script: Path, world: int, directory: Path, options: dict[str, bool]) ->
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads of NumPy's, which forks would miss
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # no NumPy threads, which forks would miss
             )
         try:
             failed = group.wait(timeout=400) != 0
@@ -76,14 +78,14 @@ def _run(script: Path, world: int, directory: Path, options: dict[str, bool]) ->
     except subprocess.TimeoutExpired:
         pass
     finally:
-        said = log.read_text() if log.exists() else ""
-        told = directory / "told"
-        told.write_text(said or "the ranks said nothing" if failed else "")
-        told.rename(directory / "done")  # whole, when others see it
+        output_text = log.read_text() if log.exists() else ""
+        partial = directory / "told"
+        partial.write_text(output_text or "the ranks printed nothing" if failed else "")
+        partial.rename(directory / "done")  # complete by the time others see it
 
 
 def run_ranks(script: str, world: int, directory: str, **options: bool) -> None:
-    """Fork the ranks from this process, which has imported what they need, and end with the first one that fails."""
+    """Fork the ranks from this process, which has imported what they need; exit when one fails."""
     name = Path(script).stem
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
@@ -91,18 +93,18 @@ def run_ranks(script: str, world: int, directory: str, **options: bool) -> None:
     sys.path.insert(0, str(Path(script).parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    forking = multiprocessing.get_context("fork")
-    lock = forking.Lock()
+    context = multiprocessing.get_context("fork")
+    lock = context.Lock()
     build = toolchain.build
 
     def build_in_turn(*args: Any, **kwargs: Any) -> bytes:
-        """Ranks want the same kernel at the same time: one builds it, and the others find it in the cache."""
+        """Serialize builds of one kernel by several ranks: one builds it, and the others find it in the cache."""
         with lock:
             return build(*args, **kwargs)
 
     toolchain.build = functools.lru_cache(build_in_turn)
     ranks = [
-        forking.Process(target=module.main, args=(rank, world, Path(directory)), kwargs=options, daemon=True)
+        context.Process(target=module.main, args=(rank, world, Path(directory)), kwargs=options, daemon=True)
         for rank in range(world)
     ]
     for rank in ranks:
@@ -114,8 +116,8 @@ def run_ranks(script: str, world: int, directory: str, **options: bool) -> None:
             rank.join()
             if rank.exitcode:
                 raise SystemExit(
-                    f"a rank ended with {rank.exitcode}"
-                )  # the others are daemons, and end with it
+                    f"a rank exited with code {rank.exitcode}"
+                )  # the other ranks are daemons and end with this process
 
 
 def _wait_for(file: Path) -> None:

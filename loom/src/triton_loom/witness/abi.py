@@ -1,4 +1,4 @@
-"""The structures of include/witness_data.h, as ctypes has them."""
+"""The structures of include/witness_data.h as ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _u64, _i64, _i32, _pointer = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ct
 
 
 class Finding(ctypes.Structure):
-    """`Finding` of witness_data.h."""
+    """Mirror of `Finding` in witness_data.h."""
 
     _fields_ = [
         ("count", _i64),
@@ -25,22 +25,22 @@ class Finding(ctypes.Structure):
 
 
 class Traffic(ctypes.Structure):
-    """`Traffic` of witness_data.h."""
+    """Mirror of `Traffic` in witness_data.h."""
 
     _fields_ = [(name, _i64) for name in ("requested", "distinct", "program_sectors", "launch_sectors")]
 
 
 class Direction(ctypes.Structure):
-    """`Direction` of witness_data.h."""
+    """Mirror of `Direction` in witness_data.h."""
 
     _fields_ = [("total", Traffic), ("touched", _pointer)]
 
 
-_DIMENSIONS = 64  # as many as a tensor of PyTorch can have
+_DIMENSIONS = 64  # PyTorch's maximum
 
 
 class Argument(ctypes.Structure):
-    """`Argument` of witness_data.h."""
+    """Mirror of `Argument` in witness_data.h."""
 
     _fields_ = [
         *[("low", _u64), ("high", _u64), ("run", _i64)],
@@ -55,7 +55,7 @@ class Argument(ctypes.Structure):
 
 
 class Region(ctypes.Structure):
-    """`Region` of witness_data.h."""
+    """Mirror of `Region` in witness_data.h."""
 
     _fields_ = [
         *[("low", _u64), ("high", _u64), ("shift", _i32), ("loaded", _i32), ("updated", _i32)],
@@ -64,13 +64,13 @@ class Region(ctypes.Structure):
 
 
 class Shadow(ctypes.Structure):
-    """`Shadow` of witness_data.h."""
+    """Mirror of `Shadow` in witness_data.h."""
 
     _fields_ = [("low", _u64), ("high", _u64), ("written", _pointer), ("loaded", _i32), ("grain", _i32)]
 
 
 class Witness(ctypes.Structure):
-    """`Witness` of witness_data.h."""
+    """Mirror of `Witness` in witness_data.h."""
 
     _fields_ = [
         *[(name, _pointer) for name in ("arguments", "regions", "shadows", "findings")],

@@ -1,4 +1,4 @@
-"""`count()`: what launches inside it load, store and multiply."""
+"""`count()`: bytes that launches load and store, and FLOPs of their dots."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from .scopes import SCOPES
 from .verdicts import Judged, Verdict
-from .watched import Broken, Watched
+from .watched import BrokenPromise, Watched
 
 
 class Traffic(NamedTuple):
     """Bytes that a launch loads from one tensor, or stores to it.
 
-    - `requested`: by every access, however often a byte is asked for.
+    - `requested`: bytes of all accesses, repeated ones included.
     - `distinct`: bytes touched at least once.
-    - `program_sectors`: the 32-byte sectors that each program touches, summed over the programs: what moves if a
-      program keeps what it has and programs share nothing.
-    - `launch_sectors`: the sectors that the launch touches: what moves if nothing moves twice.
+    - `program_sectors`: 32-byte sectors that each program touches, summed over the programs: the traffic if a program
+      caches everything and programs share nothing.
+    - `launch_sectors`: sectors that the launch touches: the traffic if nothing moves twice.
     """
 
     requested: int = 0
@@ -28,13 +28,13 @@ class Traffic(NamedTuple):
     launch_sectors: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        """The sum, number by number."""
+        """Return the sum, field by field."""
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class ArgumentCount:
-    """The traffic of one tensor argument. An atomic update counts as a load and as a store."""
+    """Traffic of one tensor argument. An atomic update counts as a load and as a store."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class ArgumentCount:
 
 @dataclass(frozen=True)
 class LaunchCount:
-    """What one launch moved and multiplied."""
+    """Bytes moved and FLOPs computed by one launch."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -54,64 +54,64 @@ class LaunchCount:
 
     @property
     def loads(self) -> Traffic:
-        """What is loaded, all arguments together."""
+        """Total loads of all arguments."""
         return total(argument.loads for argument in self.arguments.values())
 
     @property
     def stores(self) -> Traffic:
-        """What is stored, all arguments together."""
+        """Total stores of all arguments."""
         return total(argument.stores for argument in self.arguments.values())
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:
-    """The traffic of several tensors or launches."""
-    sum_ = Traffic()
+    """Return the summed traffic of several tensors or launches."""
+    result = Traffic()
     for part in parts:
-        sum_ = sum_.plus(part)
-    return sum_
+        result = result.plus(part)
+    return result
 
 
 @dataclass
 class Counter(Judged):
-    """A scope: the launches that were counted, in order, and a verdict for every launch."""
+    """Scope with the counted launches, in order, and a verdict for every launch."""
 
     launches: list[LaunchCount] = field(default_factory=list)
 
-    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
-        """Takes a launch down."""
+    def finish(self, watched: Watched, broken_promises: Sequence[BrokenPromise]) -> None:
+        """Record a launch."""
         self.launches.append(launch_count(watched))
         self.verdicts.append(Verdict(watched.kernel.name, "counted", watched.ended_early))
 
     def miss(self, kernel: str, reason: str) -> None:
-        """Takes down that nobody counted a launch."""
+        """Record that a launch was not counted."""
         self.verdicts.append(Verdict(kernel, "not counted", reason))
 
     @property
     def loads(self) -> Traffic:
-        """What is loaded, all launches together."""
+        """Total loads of all launches."""
         return total(launch.loads for launch in self.launches)
 
     @property
     def stores(self) -> Traffic:
-        """What is stored, all launches together."""
+        """Total stores of all launches."""
         return total(launch.stores for launch in self.launches)
 
 
 def launch_count(watched: Watched) -> LaunchCount:
-    """What the witness of a launch has counted."""
+    """Return the counts of a launch's witness."""
     arguments = {}
     for number, argument in enumerate(watched.arguments):
         loads, stores = (Traffic(*watched.traffic(number, direction)) for direction in (0, 1))
         tensor = argument.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.") if argument.known else "address"
-        shape = tuple(tensor.shape) if argument.known else ()
+        dtype = str(tensor.dtype).removeprefix("torch.") if argument.has_tensor else "address"
+        shape = tuple(tensor.shape) if argument.has_tensor else ()
         arguments[argument.name] = ArgumentCount(argument.name, dtype, shape, loads, stores)
     return LaunchCount(watched.kernel.name, watched.grid, arguments, watched.witness.dot_flops)
 
 
 @contextmanager
 def count() -> Iterator[Counter]:
-    """A scope for a `with` block. It counts launches on a device that is made inside of it."""
+    """Open a scope for a `with` block. It counts launches on a device created inside of it."""
     counter = Counter()
     with SCOPES.opened(SCOPES.counters, counter):
         yield counter

@@ -1,10 +1,10 @@
-"""What integers, pointers and masks were in one program of a launch, worked out when the launch is over.
+"""Integers, pointers and masks of one program of a launch, recomputed after the launch.
 
     program = Program(function, arguments={...}, position=(3, 0, 0), grid=(4, 1, 1), load=...)
-    for frame in program.frames(block, [pointer]):     each time that the block ran, in order
+    for frame in program.frames(block, [pointer]):     each run of the block, in order
         program.value(pointer, frame)                  a tile of 64-bit integers
 
-What can't be known raises `Unknown`: floats, calls, results of atomics, and whatever takes too long.
+Values that cannot be known raise `Unknown`: floats, calls, results of atomics, and whatever takes too long.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 from ..ir.ttir import I1, I32, Block, Op, Pointer, Scalar, Tensor, Type, Value, element_of, shape_of
 
-Tile = torch.Tensor  # int64: integers with their sign, booleans as 0 and 1, addresses
-_MOST_STEPS = 20_000  # about a quarter of a second
+Tile = torch.Tensor  # int64: signed integers, booleans as 0 and 1, addresses
+_MAX_STEPS = 20_000  # about a quarter of a second
 
 
 class Unknown(Exception):
-    """A value that can't be worked out."""
+    """A value that cannot be recomputed."""
 
 
 class Frame:
-    """One run of a block: the values that are known in it."""
+    """Run of a block, with the values known in it."""
 
     def __init__(self, block: Block, outer: Frame | None = None, values: Mapping[Value, Tile] | None = None):
         self.block, self.outer, self.values = block, outer, dict(values or {})
@@ -34,7 +34,7 @@ Load = Callable[[Op, Tile, Tile | None, Tile | None], Tile]
 
 
 class Program:
-    """One program of a launch, of which values are worked out on demand."""
+    """Program of a launch, whose values are computed on demand."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Program:
         grid: tuple[int, int, int],
         load: Load,
     ) -> None:
-        """`load` gives what an operation has loaded, from addresses, mask and the rest."""
+        """`load` returns the loaded tile of an operation, given its addresses, mask and `other`."""
         self.arguments, self.position, self.grid, self.load = arguments, position, grid, load
         self.steps = 0
 
     # -- runs of a block --
 
     def frames(self, block: Block, wanted: Iterable[Value]) -> Iterator[Frame]:
-        """Each run of the block, with what the wanted values depend on."""
+        """Yield each run of the block, with the values that the wanted ones depend on."""
         assert block.region
         wanted = list(wanted)
         parent = block.region.parent
@@ -69,35 +69,35 @@ class Program:
                 raise Unknown(parent.name)
 
     def reached(self, block: Block) -> Frame:
-        """The run of a block of the function itself, by the branches that lead to it."""
+        """Return the run of a block of the function itself, following the branches that lead to it."""
         assert block.region
         frame = Frame(block.region.blocks[0])
         while frame.block is not block:
             self.count_step()
             end = frame.block.ops[-1]
             if end.name == "cf.cond_br":
-                target, given = end.successors[0 if self.number(end.operands[0], frame) else 1]
+                target, passed = end.successors[0 if self.number(end.operands[0], frame) else 1]
             elif end.name == "cf.br":
-                target, given = end.successors[0]
+                target, passed = end.successors[0]
             else:
                 raise Unknown("the block was not reached")
-            known = {
+            values = {
                 arg: self.value(v, frame)
-                for arg, v in zip(target.args, given, strict=True)
+                for arg, v in zip(target.args, passed, strict=True)
                 if _is_integral(v.type)
             }
-            frame = Frame(target, frame, known)
+            frame = Frame(target, frame, values)
         return frame
 
     def branch(self, op: Op, frame: Frame) -> Block | None:
-        """The side of an `scf.if` that is taken; None if there is none."""
+        """Return the block of an `scf.if` that is taken; None if it does not exist."""
         side = 0 if self.number(op.operands[0], frame) else 1
         return op.regions[side].block if side < len(op.regions) and op.regions[side].blocks else None
 
     def iterations(
         self, loop: Op, outer: Frame, wanted: Iterable[Value]
     ) -> Iterator[tuple[Frame | None, dict[int, Tile]]]:
-        """Each run of a loop's body, and what it carries then; in the end no run, and what the loop results in."""
+        """Yield each run of a loop's body with its carried values; finally None with the loop's results."""
         if loop.attrs.get("unsigned"):
             raise Unknown("an unsigned loop")
         body = loop.regions[0].block
@@ -112,7 +112,7 @@ class Program:
             carried = {slot: self.value(body.ops[-1].operands[slot], frame) for slot in slots}
             counter += step
             if step <= 0 or (loop.operands[0].type == I32 and counter >= 2**31):
-                break  # the sanitizer leaves a loop whose counter wraps around
+                break  # the sanitizer exits a loop whose counter wraps around
         yield None, carried
 
     # -- values --
@@ -121,30 +121,30 @@ class Program:
         return int(self.value(value, frame))
 
     def value(self, value: Value, frame: Frame) -> Tile:
-        """A value as it was in a run of a block, or in one of those around it."""
+        """Return a value as it was in a run of a block or of an enclosing one."""
         if value in self.arguments:
             return torch.tensor(self.arguments[value])
         op = value.producer
-        home: Frame | None = frame
+        owner: Frame | None = frame
         block = op.block if op else value.owner
-        while home is not None and home.block is not block:
-            home = home.outer
-        if home is None:
+        while owner is not None and owner.block is not block:
+            owner = owner.outer
+        if owner is None:
             raise Unknown(f"{value} is defined elsewhere")
-        if value not in home.values:
+        if value not in owner.values:
             if op is None or not _is_integral(value.type):
                 raise Unknown(str(value))
             self.count_step()
-            home.values[value] = self.result(op, op.results.index(value), home)
-        return home.values[value]
+            owner.values[value] = self.result(op, op.results.index(value), owner)
+        return owner.values[value]
 
     def count_step(self) -> None:
         self.steps += 1
-        if self.steps > _MOST_STEPS:
+        if self.steps > _MAX_STEPS:
             raise Unknown("it takes too long")
 
     def result(self, op: Op, slot: int, frame: Frame) -> Tile:
-        """What an operation gives."""
+        """Return a result of an operation."""
         if op.name == "scf.if":
             block = self.branch(op, frame)
             if block is None:
@@ -155,13 +155,13 @@ class Program:
             return carried[slot]
         if op.name == "tt.load":
             return self.load(op, *self.load_operands(op, frame))
-        made = self.leaf(op)
-        if made is None:
+        tile = self.leaf(op)
+        if tile is None:
             if op.name not in _OPERATIONS:
                 raise Unknown(op.name)
             tiles = [self.value(operand, frame) for operand in op.operands]
-            made = _OPERATIONS[op.name](op, *tiles)
-        return wrapped(made, element_of(op.result.type)).expand(shape_of(op.result.type))
+            tile = _OPERATIONS[op.name](op, *tiles)
+        return wrapped(tile, element_of(op.result.type)).expand(shape_of(op.result.type))
 
     def load_operands(self, op: Op, frame: Frame) -> tuple[Tile, Tile | None, Tile | None]:
         pointer, mask, other = (*op.operands, None, None)[:3]
@@ -173,14 +173,14 @@ class Program:
         )
 
     def leaf(self, op: Op) -> Tile | None:
-        """What an operation without operands gives."""
+        """Return the result of an operation without operands; None if it has operands."""
         if op.name == "arith.constant":
-            number = op.attrs["value"]
-            numbers = number if isinstance(number, list) else [number]
-            if not all(isinstance(n, int) for n in numbers):
+            value = op.attrs["value"]
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(n, int) for n in values):
                 raise Unknown("a float")
-            tile = torch.tensor([int(n) for n in numbers])
-            return tile.reshape(shape_of(op.result.type) if isinstance(number, list) else ())
+            tile = torch.tensor([int(n) for n in values])
+            return tile.reshape(shape_of(op.result.type) if isinstance(value, list) else ())
         if op.name == "tt.get_program_id":
             return torch.tensor(self.position[axis_of(op)])
         if op.name == "tt.get_num_programs":
@@ -191,7 +191,7 @@ class Program:
 
 
 def axis_of(op: Op) -> int:
-    """The axis of the grid that an operation asks for."""
+    """Return the grid axis that an operation reads."""
     return "xyz".index(op.attrs["flags"][0])
 
 
@@ -201,19 +201,19 @@ def _is_integral(type_: Type) -> bool:
 
 
 def _carried_slots(loop: Op, wanted: Iterable[Value]) -> set[int]:
-    """The values that a loop hands on which the wanted ones depend on, by position."""
+    """Return the positions of the loop-carried values on which the wanted values depend."""
     body = loop.regions[0].block
     slots: set[int] = set()
     seen: set[Value] = set()
-    todo = list(wanted)
-    while todo:
-        value = todo.pop()
+    pending = list(wanted)
+    while pending:
+        value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
         if value.producer is not None:
-            todo += value.producer.operands
-            todo += (
+            pending += value.producer.operands
+            pending += (
                 operand
                 for region in value.producer.regions
                 for op in region.walk()
@@ -222,7 +222,7 @@ def _carried_slots(loop: Op, wanted: Iterable[Value]) -> set[int]:
         elif value.owner is body and value is not body.args[0]:
             slot = body.args.index(value) - 1
             slots.add(slot)
-            todo.append(body.ops[-1].operands[slot])
+            pending.append(body.ops[-1].operands[slot])
     return slots
 
 
@@ -230,7 +230,7 @@ def _carried_slots(loop: Op, wanted: Iterable[Value]) -> set[int]:
 
 
 def wrapped(tile: Tile, element: Scalar | Pointer) -> Tile:
-    """With as many bits as the type has."""
+    """Wrap integers to the width of a type."""
     if element == I1:
         return tile & 1
     if element.bits >= 64:
@@ -240,7 +240,7 @@ def wrapped(tile: Tile, element: Scalar | Pointer) -> Tile:
 
 
 def _unsigned(op: Op, tile: Tile, operand: int = 0) -> Tile:
-    """A tile of signed integers by their bits."""
+    """Reinterpret signed integers as unsigned."""
     bits = element_of(op.operands[operand].type).bits
     if bits >= 64:
         if bool((tile < 0).any()):
@@ -249,11 +249,11 @@ def _unsigned(op: Op, tile: Tile, operand: int = 0) -> Tile:
     return tile & (1 << bits) - 1
 
 
-def _by_bits(apply: Callable[[Tile, Tile], Tile]) -> Callable[..., Tile]:
+def _on_unsigned(apply: Callable[[Tile, Tile], Tile]) -> Callable[..., Tile]:
     return lambda op, a, b: apply(_unsigned(op, a, 0), _unsigned(op, b, 1))
 
 
-def _signed(apply: Callable[[Tile, Tile], Tile]) -> Callable[..., Tile]:
+def _on_signed(apply: Callable[[Tile, Tile], Tile]) -> Callable[..., Tile]:
     return lambda op, a, b: apply(a, b)
 
 
@@ -290,7 +290,7 @@ def _compare(op: Op, a: Tile, b: Tile) -> Tile:
     return _COMPARISONS[name](a, b).long()
 
 
-def _moved(op: Op, pointer: Tile, offset: Tile) -> Tile:
+def _add_pointer(op: Op, pointer: Tile, offset: Tile) -> Tile:
     element = element_of(op.result.type)
     assert isinstance(element, Pointer)
     size = max(1, element_of(element.pointee).bits // 8)
@@ -303,40 +303,40 @@ def _reshaped(op: Op, tile: Tile) -> Tile:
     return tile.reshape(shape_of(op.result.type))
 
 
-def _same(op: Op, tile: Tile) -> Tile:
+def _unchanged(op: Op, tile: Tile) -> Tile:
     return tile
 
 
 _OPERATIONS: dict[str, Callable[..., Tile]] = {
-    "arith.addi": _signed(torch.add),
-    "arith.subi": _signed(torch.sub),
-    "arith.muli": _signed(torch.mul),
-    "arith.divsi": _signed(_quotient),
-    "arith.divui": _by_bits(_quotient),
-    "arith.remsi": _signed(lambda a, b: a - b * _quotient(a, b)),
-    "arith.remui": _by_bits(lambda a, b: a - b * _quotient(a, b)),
-    "arith.minsi": _signed(torch.minimum),
-    "arith.maxsi": _signed(torch.maximum),
-    "arith.minui": _by_bits(torch.minimum),
-    "arith.maxui": _by_bits(torch.maximum),
-    "arith.andi": _signed(torch.bitwise_and),
-    "arith.ori": _signed(torch.bitwise_or),
-    "arith.xori": _signed(torch.bitwise_xor),
-    "arith.shli": _signed(_shift(torch.bitwise_left_shift)),
-    "arith.shrsi": _signed(_shift(torch.bitwise_right_shift)),
-    "arith.shrui": _by_bits(_shift(torch.bitwise_right_shift)),
+    "arith.addi": _on_signed(torch.add),
+    "arith.subi": _on_signed(torch.sub),
+    "arith.muli": _on_signed(torch.mul),
+    "arith.divsi": _on_signed(_quotient),
+    "arith.divui": _on_unsigned(_quotient),
+    "arith.remsi": _on_signed(lambda a, b: a - b * _quotient(a, b)),
+    "arith.remui": _on_unsigned(lambda a, b: a - b * _quotient(a, b)),
+    "arith.minsi": _on_signed(torch.minimum),
+    "arith.maxsi": _on_signed(torch.maximum),
+    "arith.minui": _on_unsigned(torch.minimum),
+    "arith.maxui": _on_unsigned(torch.maximum),
+    "arith.andi": _on_signed(torch.bitwise_and),
+    "arith.ori": _on_signed(torch.bitwise_or),
+    "arith.xori": _on_signed(torch.bitwise_xor),
+    "arith.shli": _on_signed(_shift(torch.bitwise_left_shift)),
+    "arith.shrsi": _on_signed(_shift(torch.bitwise_right_shift)),
+    "arith.shrui": _on_unsigned(_shift(torch.bitwise_right_shift)),
     "arith.cmpi": _compare,
     "arith.select": lambda op, which, a, b: torch.where(which != 0, a, b),
     "arith.extsi": lambda op, a: -a if element_of(op.operands[0].type) == I1 else a,
     "arith.extui": lambda op, a: _unsigned(op, a),
-    "arith.trunci": _same,
-    "arith.index_cast": _same,
-    "tt.addptr": _moved,
-    "tt.bitcast": _same,
-    "tt.ptr_to_int": _same,
-    "tt.int_to_ptr": _same,
-    "tt.splat": _same,
-    "tt.broadcast": _same,
+    "arith.trunci": _unchanged,
+    "arith.index_cast": _unchanged,
+    "tt.addptr": _add_pointer,
+    "tt.bitcast": _unchanged,
+    "tt.ptr_to_int": _unchanged,
+    "tt.int_to_ptr": _unchanged,
+    "tt.splat": _unchanged,
+    "tt.broadcast": _unchanged,
     "tt.expand_dims": lambda op, a: a.unsqueeze(op.attrs["axis"]),
     "tt.reshape": _reshaped,
     "tt.trans": lambda op, a: a.permute(list(op.attrs["order"])),

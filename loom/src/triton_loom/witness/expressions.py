@@ -1,9 +1,9 @@
-"""The kernel's text beside its TTIR: which value is which name of an expression.
+"""Match the kernel's source with its TTIR: which value belongs to which name of an expression.
 
-An expression and the operation that it became are walked together. Passes have been over the TTIR in between (they fold
-constants, merge equal values, turn comparisons around), so a name counts only where something else confirms it: it is
-an argument of the kernel, a constant of that value, the value's own name, which Triton keeps of assignments, or what
-the name was assigned is just what the value was made by.
+An expression is walked together with the operation that it became. Compiler passes in between fold constants, merge
+equal values and turn comparisons around, so a name counts only where something else confirms it: it is an argument
+of the kernel, a constant of that value, the value's own name, which Triton keeps of assignments, or the value was
+computed exactly as the expression assigned to the name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from ..ir.ttir import Op, Value, shape_of
 
-# ---- the text ----------------------------------------------------------------------------------------------------
+# ---- source ------------------------------------------------------------------------------------------------------
 
 _ACCESSES = {"load": r"load", "store": r"store", "atomic": r"atomic_\w+"}
 
 
 @dataclass(frozen=True)
 class Access:
-    """A call of `tl.load`, `tl.store` or an atomic."""
+    """Call of `tl.load`, `tl.store` or an atomic."""
 
     address: ast.expr
     mask: ast.expr | None
@@ -35,25 +35,25 @@ class Access:
 
 @dataclass(frozen=True)
 class Text:
-    """A function of the kernel, as it stands in its file."""
+    """Source of one function of the kernel."""
 
     function: ast.FunctionDef
 
     @functools.cached_property
     def assigned(self) -> Counter[str]:
-        """How often names are assigned, in loops and as parts of others as well."""
+        """Count the assignments to each name, including loop targets and tuple elements."""
         nodes = ast.walk(self.function)
         return Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
     @functools.cached_property
     def parameters(self) -> set[str]:
-        """Those that stay what they are."""
+        """Parameters that are never reassigned."""
         args = self.function.args
         return {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)} - self.assigned.keys()
 
     @functools.cached_property
     def assignments(self) -> dict[str, ast.expr]:
-        """What is assigned to names that are assigned once."""
+        """Values of the names that are assigned exactly once."""
         pairs = (pair for node in ast.walk(self.function) for pair in _pairs(node))
         return {
             target.id: value
@@ -63,7 +63,7 @@ class Text:
 
     @functools.cached_property
     def definitions(self) -> dict[str, ast.expr]:
-        """Those of these assignments that are made of other names alone."""
+        """Assignments whose value consists of other names only."""
         return {
             name: value
             for name, value in self.assignments.items()
@@ -72,13 +72,13 @@ class Text:
         }
 
     def at(self, line: int) -> Iterator[ast.expr]:
-        """The expressions that this line has a part in."""
+        """Yield the expressions that overlap this line."""
         for node in ast.walk(self.function):
             if isinstance(node, ast.expr) and node.lineno <= line <= (node.end_lineno or 0):
                 yield node
 
     def function_called(self, node: ast.Call) -> str:
-        """The name of a function of a module; methods (a descriptor's `load`) have none here."""
+        """Return the name of a module's function; an empty string for methods (a descriptor's `load`)."""
         if isinstance(node.func, ast.Name):
             return node.func.id
         if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
@@ -87,7 +87,7 @@ class Text:
         return "" if owner in self.parameters or owner in self.assigned else node.func.attr
 
     def accesses(self, what: str, line: int) -> Iterator[Access]:
-        """The calls that may have made an access to memory at this line."""
+        """Yield the calls that may have accessed memory at this line."""
         for node in self.at(line):
             if not isinstance(node, ast.Call) or any(isinstance(arg, ast.Starred) for arg in node.args):
                 continue
@@ -96,16 +96,16 @@ class Text:
                 keyword.arg is None for keyword in node.keywords
             ):
                 continue
-            named = {keyword.arg: keyword.value for keyword in node.keywords}
-            given = dict(enumerate(node.args))
-            address = named.get("pointer", given.get(0))
-            mask = named.get("mask", given.get(1 if what == "load" else 2))
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+            positional = dict(enumerate(node.args))
+            address = keywords.get("pointer", positional.get(0))
+            mask = keywords.get("mask", positional.get(1 if what == "load" else 2))
             if address is not None:
                 yield Access(address, None if name == "atomic_cas" else mask)
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets and values of an assignment."""
+    """Yield the targets and values of an assignment."""
     for target in node.targets if isinstance(node, ast.Assign) else ():
         value = node.value  # type: ignore[attr-defined]
         if (
@@ -120,79 +120,79 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 @functools.lru_cache(maxsize=64)
 def text_at(file: str, line: int) -> Text | None:
-    """The innermost function that has this line."""
+    """Return the innermost function that contains this line."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return None
-    around = [
+    enclosing = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
     ]
-    return Text(max(around, key=lambda node: node.lineno)) if around else None
+    return Text(max(enclosing, key=lambda node: node.lineno)) if enclosing else None
 
 
-# ---- the values -------------------------------------------------------------------------------------------------
+# ---- values -----------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """One lane of a value."""
+class Location(NamedTuple):
+    """Lane of a value."""
 
     value: Value
     lane: tuple[int, ...]
 
-    def source(self) -> Place | None:
-        """The lane of another value that this one was copied from; None if it was computed."""
+    def source(self) -> Location | None:
+        """Return the lane of another value that this one was copied from; None if it was computed."""
         op = self.value.producer
         if op is None:
             return None
         if op.name == "tt.splat":
-            return Place(op.operands[0], ())
+            return Location(op.operands[0], ())
         if op.name in ("arith.extsi", "arith.index_cast"):
-            return Place(op.operands[0], self.lane)
+            return Location(op.operands[0], self.lane)
         if op.name == "tt.broadcast":
             extents = shape_of(op.operands[0].type)
-            return Place(
+            return Location(
                 op.operands[0], tuple(i if n > 1 else 0 for i, n in zip(self.lane, extents, strict=True))
             )
         if op.name == "tt.expand_dims":
             axis = op.attrs["axis"]
-            return Place(op.operands[0], self.lane[:axis] + self.lane[axis + 1 :])
+            return Location(op.operands[0], self.lane[:axis] + self.lane[axis + 1 :])
         if op.name == "tt.trans":
             order = list(op.attrs["order"])
-            return Place(op.operands[0], tuple(self.lane[order.index(d)] for d in range(len(order))))
+            return Location(op.operands[0], tuple(self.lane[order.index(d)] for d in range(len(order))))
         if op.name == "tt.reshape" and "allow_reorder" not in op.attrs.get("flags", ()):
             outer, inner = shape_of(op.result.type), shape_of(op.operands[0].type)
             position = sum(i * prod(outer[d + 1 :]) for d, i in enumerate(self.lane))
             lane = tuple(position // prod(inner[d + 1 :]) % extent for d, extent in enumerate(inner))
-            return Place(op.operands[0], lane)
+            return Location(op.operands[0], lane)
         return None
 
-    def sources(self) -> Iterator[Place]:
-        """This lane, and those that it is a copy of."""
-        place: Place | None = self
-        while place is not None:
-            yield place
-            place = place.source()
+    def sources(self) -> Iterator[Location]:
+        """Yield this lane and those that it is a copy of."""
+        location: Location | None = self
+        while location is not None:
+            yield location
+            location = location.source()
 
 
 @dataclass
 class Match:
-    """An expression and a value, side by side."""
+    """Names of an expression, matched with values."""
 
-    certain: bool = True  # nothing contradicts
-    names: dict[str, Place] = field(default_factory=dict)  # confirmed by more than their position
-    positions: dict[str, Place] = field(default_factory=dict)  # to be believed if all else is certain
-    numbers: dict[str, int] = field(default_factory=dict)  # constants, which no operation need have
-    definitions: dict[str, str] = field(default_factory=dict)  # what names stand for, in other names
-    conflicts: set[str] = field(default_factory=set)  # names that stand for several values
+    certain: bool = True  # no contradiction
+    names: dict[str, Location] = field(default_factory=dict)  # confirmed by more than their position
+    positions: dict[str, Location] = field(default_factory=dict)  # trusted if all else is certain
+    numbers: dict[str, int] = field(default_factory=dict)  # constants, which no operation may hold
+    definitions: dict[str, str] = field(default_factory=dict)  # definitions of names in terms of others
+    conflicts: set[str] = field(default_factory=set)  # names matched with several values
 
     def plus(self, other: Match) -> Match:
-        """Both."""
+        """Return the union of two matches."""
         conflicts = self.conflicts | other.conflicts
-        for mine, its in ((self.names, other.names), (self.positions, other.positions)):
-            conflicts |= {name for name in mine.keys() & its.keys() if mine[name] != its[name]}
+        for own, others in ((self.names, other.names), (self.positions, other.positions)):
+            conflicts |= {name for name in own.keys() & others.keys() if own[name] != others[name]}
         return Match(
             self.certain and other.certain,
             self.names | other.names,
@@ -236,37 +236,41 @@ _CALLS |= {"arange": "tt.make_range", "load": "tt.load"}
 
 
 class Matcher:
-    """Finds the values of a text's names. `constants` are the kernel's, by name; of a function that it calls nothing
-    is known but positions."""
+    """Finder of the values of a source's names.
+
+    `constants` are the kernel's, by name; in a device function it calls, only positions are known.
+    """
 
     def __init__(self, text: Text, constants: Mapping[str, object] | None, expand: bool = True) -> None:
         self.text, self.expand = text, expand
         self.in_kernel = constants is not None
         self.constants = {n: int(v) for n, v in (constants or {}).items() if isinstance(v, int)}
 
-    def match(self, node: ast.expr, place: Place) -> Match:
-        """The names of an expression that this lane of a value is thought to be."""
-        known = self.constant(node)
-        if known is not None:
-            return self._match_constant(node, known, place)
+    def match(self, node: ast.expr, location: Location) -> Match:
+        """Match the names of an expression with the value whose lane it is thought to be."""
+        constant = self.constant(node)
+        if constant is not None:
+            return self._match_constant(node, constant, location)
         if isinstance(node, ast.Name):
-            return self._match_name(node, place)
+            return self._match_name(node, location)
         if isinstance(node, ast.BinOp):
-            return self._match_binary(node, place)
+            return self._match_binary(node, location)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._match_comparison(node, place)
+            return self._match_comparison(node, location)
         if isinstance(node, ast.BoolOp):
-            return self._match_logic(node, place)
+            return self._match_logic(node, location)
         if isinstance(node, ast.Subscript) and _only_adds_dimensions(node):
-            return self.match(node.value, place)
+            return self.match(node.value, location)
         if isinstance(node, ast.Call):
-            return self._match_call(node, place)
+            return self._match_call(node, location)
         if isinstance(node, ast.IfExp) and (test := self.constant(node.test)) is not None:
-            return self._numbers(node.test).plus(self.match(node.body if test else node.orelse, place))
-        return Match()  # nothing is known of it, and nothing is said
+            return self._match_names_of_constants(node.test).plus(
+                self.match(node.body if test else node.orelse, location)
+            )
+        return Match()  # unsupported expression: no names, no contradiction
 
     def constant(self, node: ast.expr) -> int | None:
-        """The number that an expression of constants is."""
+        """Evaluate a constant expression; None if it is not one."""
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return int(node.value)
         if isinstance(node, ast.Name) and node.id not in self.text.assigned:
@@ -278,79 +282,79 @@ class Matcher:
                 return left * right if isinstance(node.op, ast.Mult) else left + sign * right
         return None
 
-    def _numbers(self, node: ast.expr) -> Match:
-        """The constants in an expression of constants."""
+    def _match_names_of_constants(self, node: ast.expr) -> Match:
+        """Return the constants in a constant expression."""
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         return Match(numbers={name: self.constants[name] for name in names})
 
-    def _match_constant(self, node: ast.expr, known: int, place: Place) -> Match:
-        *_, last = place.sources()
+    def _match_constant(self, node: ast.expr, number: int, location: Location) -> Match:
+        *_, last = location.sources()
         op = last.value.producer
-        same = op is not None and op.name == "arith.constant" and op.attrs["value"] == known
-        return self._numbers(node) if same else _UNCERTAIN
+        matches = op is not None and op.name == "arith.constant" and op.attrs["value"] == number
+        return self._match_names_of_constants(node) if matches else _UNCERTAIN
 
-    def _match_name(self, node: ast.Name, place: Place) -> Match:
+    def _match_name(self, node: ast.Name, location: Location) -> Match:
         name = node.id
         is_parameter = name in self.text.parameters
-        for source in place.sources():
+        for source in location.sources():
             value = source.value
             if self.in_kernel and is_parameter and value.producer is None and value.name == name:
                 return Match(names={name: source})
             if not is_parameter and re.fullmatch(rf"{name}(_\d+)?", value.name):
                 return self._expanded(name, source)
-        if name in self.text.assignments:  # several at once have no names, and of equal values one has a name
-            assigned = self.match(self.text.assignments[name], place)
+        if name in self.text.assignments:  # tuple assignments record no names, and equal values share one
+            assigned = self.match(self.text.assignments[name], location)
             if assigned.certain and assigned.names:
-                return self._expanded(name, place)
+                return self._expanded(name, location)
         if is_parameter and not self.in_kernel:
-            *_, last = place.sources()
+            *_, last = location.sources()
             is_constant = last.value.producer is not None and last.value.producer.name == "arith.constant"
             return Match() if is_constant else Match(positions={name: last})
         return Match(certain=not is_parameter)
 
-    def _expanded(self, name: str, place: Place) -> Match:
-        """A name, by what it was assigned where that says more."""
+    def _expanded(self, name: str, location: Location) -> Match:
+        """Match a name, expanded by its definition where that says more."""
         if self.expand and name in self.text.definitions:
-            inner = self.match(self.text.definitions[name], place)
+            inner = self.match(self.text.definitions[name], location)
             if inner.certain and (inner.names or inner.positions):
                 definition = {name: ast.unparse(self.text.definitions[name])}
-                return Match(definitions=definition, names={name: place}).plus(inner)
-        return Match(names={name: place})
+                return Match(definitions=definition, names={name: location}).plus(inner)
+        return Match(names={name: location})
 
-    def _match_binary(self, node: ast.BinOp, place: Place) -> Match:
+    def _match_binary(self, node: ast.BinOp, location: Location) -> Match:
         neutral = _NEUTRAL.get(type(node.op))
         if neutral is not None and self.constant(node.right) == neutral:
-            return self._numbers(node.right).plus(self.match(node.left, place))
+            return self._match_names_of_constants(node.right).plus(self.match(node.left, location))
         if neutral is not None and isinstance(node.op, _COMMUTATIVE) and self.constant(node.left) == neutral:
-            return self._numbers(node.left).plus(self.match(node.right, place))
-        *_, last = place.sources()
+            return self._match_names_of_constants(node.left).plus(self.match(node.right, location))
+        *_, last = location.sources()
         op = last.value.producer
         if op is None or op.name not in _BINARY.get(type(node.op), ()):
             return _UNCERTAIN
         return self._best(node.left, node.right, op, last.lane, swap=isinstance(node.op, _COMMUTATIVE))
 
-    def _match_comparison(self, node: ast.Compare, place: Place) -> Match:
-        *_, last = place.sources()
+    def _match_comparison(self, node: ast.Compare, location: Location) -> Match:
+        *_, last = location.sources()
         op = last.value.producer
         predicate = _PREDICATES.get(type(node.ops[0]))
         if op is None or op.name != "arith.cmpi" or predicate is None:
             return _UNCERTAIN
-        found = (
+        actual = (
             op.attrs["flags"][0].lstrip("su")
             if op.attrs["flags"][0] not in ("eq", "ne")
             else op.attrs["flags"][0]
         )
         left, right = node.left, node.comparators[0]
         matches = [Match(certain=False)]
-        if found == predicate:
+        if actual == predicate:
             matches.append(self._best(left, right, op, last.lane, swap=False))
-        if found == _FLIPPED[predicate]:
+        if actual == _FLIPPED[predicate]:
             matches.append(self._best(right, left, op, last.lane, swap=False))
         return max(matches, key=lambda match: match.rank)
 
-    def _match_logic(self, node: ast.BoolOp, place: Place) -> Match:
+    def _match_logic(self, node: ast.BoolOp, location: Location) -> Match:
         name = "arith.andi" if isinstance(node.op, ast.And) else "arith.ori"
-        *_, last = place.sources()
+        *_, last = location.sources()
         op = last.value.producer
         if op is None or op.name != name or len(node.values) != 2:
             return _UNCERTAIN
@@ -358,33 +362,35 @@ class Matcher:
         return self._best(left, right, op, last.lane, swap=True)
 
     def _best(self, left: ast.expr, right: ast.expr, op: Op, lane: tuple[int, ...], *, swap: bool) -> Match:
-        """The operands of an operation, in the order that fits better."""
-        first, second = (Place(operand, lane) for operand in op.operands)
+        """Match the operands of an operation in the order that fits better."""
+        first, second = (Location(operand, lane) for operand in op.operands)
         match = self.match(left, first).plus(self.match(right, second))
         if swap and not match.certain:
             swapped = self.match(left, second).plus(self.match(right, first))
             match = max(match, swapped, key=lambda m: m.rank)
         return match
 
-    def _match_call(self, node: ast.Call, place: Place) -> Match:
+    def _match_call(self, node: ast.Call, location: Location) -> Match:
         if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
-            return self.match(node.func.value, place)
+            return self.match(node.func.value, location)
         name = self.text.function_called(node)
-        *_, last = place.sources()
+        *_, last = location.sources()
         op = last.value.producer
         if name not in _CALLS:
             return Match()
-        if op is None or op.name != _CALLS[name] or not self._has_same_numbers(node, op):
+        if op is None or op.name != _CALLS[name] or not self._has_same_constants(node, op):
             return _UNCERTAIN
         return Match(names={ast.unparse(node): last})
 
-    def _has_same_numbers(self, node: ast.Call, op: Op) -> bool:
-        """Whether a call may be an operation, by the axis or the bounds that it gives."""
-        given = [self.constant(arg) for arg in (*node.args, *(keyword.value for keyword in node.keywords))]
+    def _has_same_constants(self, node: ast.Call, op: Op) -> bool:
+        """Return whether a call may be an operation, judging by its axis or bounds."""
+        constants = [
+            self.constant(arg) for arg in (*node.args, *(keyword.value for keyword in node.keywords))
+        ]
         if op.name in ("tt.get_program_id", "tt.get_num_programs"):
-            return given == ["xyz".index(op.attrs["flags"][0])]
+            return constants == ["xyz".index(op.attrs["flags"][0])]
         if op.name == "tt.make_range":
-            return given in ([op.attrs["start"], op.attrs["end"]], [op.attrs["start"], None])
+            return constants in ([op.attrs["start"], op.attrs["end"]], [op.attrs["start"], None])
         return True
 
 

@@ -1,4 +1,4 @@
-"""What a finding says: a record of witness.h, in the words of the kernel and of its arguments."""
+"""Findings in words: records of witness.h in terms of the kernel and its arguments."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import triton
 
 from ..errors import Finding
 from .reasons import reason_for
-from .watched import Broken, PointerArgument, Seen, Watched
+from .watched import BrokenPromise, PointerArgument, Violation, Watched
 
 
-def findings_of(watched: Watched, broken: Iterable[Broken], launch: int) -> list[Finding]:
-    """The findings of a launch that is over, those of one kind at one line and argument taken together."""
+def findings_of(watched: Watched, broken_promises: Iterable[BrokenPromise], launch: int) -> list[Finding]:
+    """Return the findings of a finished launch, merging those of one kind at one line and argument."""
     merged: dict[Any, Finding] = {}
-    for finding in (*_promises(watched, broken, launch), *_accesses(watched, launch)):
+    for finding in (*_promises(watched, broken_promises, launch), *_accesses(watched, launch)):
         key = (finding.kind, finding.file, finding.line, finding.argument)
         first = merged.get(key, finding)
         merged[key] = first if first is finding else replace(first, count=first.count + finding.count)
     return list(merged.values())
 
 
-def _promises(watched: Watched, broken: Iterable[Broken], launch: int) -> Iterator[Finding]:
-    for promise in broken:
-        file, line = _place(promise.location or watched.kernel.location)
+def _promises(watched: Watched, broken_promises: Iterable[BrokenPromise], launch: int) -> Iterator[Finding]:
+    for promise in broken_promises:
+        file, line = _split_location(promise.location or watched.kernel.location)
         yield Finding(
             kind="broken promise",
             kernel=watched.kernel.name,
@@ -43,53 +43,53 @@ def _promises(watched: Watched, broken: Iterable[Broken], launch: int) -> Iterat
 
 
 def _accesses(watched: Watched, launch: int) -> Iterator[Finding]:
-    for seen in watched.seen():
-        file, line = _place(seen.site["location"])
-        detail = detail_of(seen)
-        if seen.site["called"] != seen.site["location"]:
-            detail = f"{detail}; called at {seen.site['called']}"
+    for violation in watched.violations():
+        file, line = _split_location(violation.site["location"])
+        detail = detail_of(violation)
+        if violation.site["called"] != violation.site["location"]:
+            detail = f"{detail}; called at {violation.site['called']}"
         yield Finding(
-            kind=seen.kind,
+            kind=violation.kind,
             kernel=watched.kernel.name,
             file=file,
             line=line,
-            program=seen.program,
-            argument=seen.argument.name if seen.argument else None,
-            index=seen.argument.index(seen.record.address) if seen.argument else None,
+            program=violation.program,
+            argument=violation.argument.name if violation.argument else None,
+            index=violation.argument.index(violation.record.address) if violation.argument else None,
             launch=launch,
             launched_from=caller(),
-            count=seen.record.count,
+            count=violation.record.count,
             detail=detail,
-            reason=reason_for(seen),
+            reason=reason_for(violation),
         )
 
 
-def _place(location: str) -> tuple[str, int]:
+def _split_location(location: str) -> tuple[str, int]:
     file, _, line = location.rpartition(":")
     return file, int(line or 0)
 
 
-def detail_of(seen: Seen) -> str:
-    """What happened, in a sentence."""
-    value = seen.record.value
-    if seen.kind == "offset overflow" and seen.site["what"] == "loop":
+def detail_of(violation: Violation) -> str:
+    """Describe what happened, in a sentence."""
+    value = violation.record.value
+    if violation.kind == "offset overflow" and violation.site["what"] == "loop":
         return (
             f"the loop's counter would be {value} after this step, which an int32 can't hold: it would wrap around and "
-            "the loop go on"
+            "the loop would not end"
         )
-    if seen.kind == "offset overflow":
-        integer = seen.site["integer"]
+    if violation.kind == "offset overflow":
+        integer = violation.site["integer"]
         return f"the exact result is {value}, which {'an' if integer[0] == 'i' else 'a'} {integer} can't hold"
-    if seen.kind == "broken promise":
+    if violation.kind == "broken promise":
         return f"the value {value} is not what tl.multiple_of, max_contiguous or max_constancy says"
-    if seen.kind == "undefined value":
-        return _undefined(seen)
-    if seen.argument is None:
-        return f"address {seen.record.address:#x} is in none of the tensor arguments"
-    element = _element(seen.argument, seen.record.address)
-    if seen.kind == "race":
-        return _race(seen, element)
-    if seen.kind == "uninitialised read":
+    if violation.kind == "undefined value":
+        return _undefined(violation)
+    if violation.argument is None:
+        return f"address {violation.record.address:#x} is in none of the tensor arguments"
+    element = _element(violation.argument, violation.record.address)
+    if violation.kind == "race":
+        return _race(violation, element)
+    if violation.kind == "uninitialized read":
         return f"nobody has written {element} since it was allocated"
     return f"there is no {element}"
 
@@ -102,26 +102,30 @@ def _element(argument: PointerArgument, address: int) -> str:
     return f"element {offset:g} places from the first one of {argument.describe()}"
 
 
-def _undefined(seen: Seen) -> str:
-    file = seen.site["location"].rpartition(":")[0]
+def _undefined(violation: Violation) -> str:
+    file = violation.site["location"].rpartition(":")[0]
     loads = [
-        load.rpartition(":")[2] if load.rpartition(":")[0] == file else load for load in seen.site["loads"]
+        load.rpartition(":")[2] if load.rpartition(":")[0] == file else load
+        for load in violation.site["loads"]
     ]
     lines = f"line{'s' if len(loads) > 1 else ''} {', '.join(loads)}"
-    return f"{seen.site['use']} what the load at {lines} leaves undefined: its mask is off there and it has no `other`"
+    return (
+        f"{violation.site['use']} what the load at {lines} leaves undefined: "
+        "its mask is off there and it has no `other`"
+    )
 
 
-def _race(seen: Seen, element: str) -> str:
-    did = {"load": "reads", "store": "writes", "atomic": "atomically updates"}[seen.site["what"]]
-    done = "written" if did == "reads" else "touched"
-    other = seen.record.other
-    who = f"program {seen.watched.program(other)} has" if other >= 0 else "several programs have"
-    scope = ' with scope="cta", which is one program' if seen.site["scope"] == "cta" else ""
-    return f"{did} {element}{scope}, which {who} {done}; nothing orders the two"
+def _race(violation: Violation, element: str) -> str:
+    action = {"load": "reads", "store": "writes", "atomic": "atomically updates"}[violation.site["what"]]
+    participle = "written" if action == "reads" else "touched"
+    other = violation.record.other
+    culprit = f"program {violation.watched.program(other)} has" if other >= 0 else "several programs have"
+    scope = ' with scope="cta", which is one program' if violation.site["scope"] == "cta" else ""
+    return f"{action} {element}{scope}, which {culprit} {participle}; nothing orders the two"
 
 
 def caller() -> str:
-    """ "file:line" of the innermost frame that is neither Triton's nor Loom's."""
+    """Return "file:line" of the innermost frame outside of Triton and Loom."""
     own = tuple(
         f"{directory}{os.sep}" for directory in (Path(__file__).parents[1], Path(triton.__file__).parent)
     )

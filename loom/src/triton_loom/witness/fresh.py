@@ -1,4 +1,4 @@
-"""Memory that was allocated and that nobody has written yet."""
+"""Allocated memory that nobody has written yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0xA0A0A0A0A0A0A0A0
 
 
 class FreshMemory:
-    """An allocation, filled with the pattern of `poison` in include/witness.h; a bit per byte says what was written."""
+    """Allocation filled with the pattern of `poison` in include/witness.h; a bit per byte records what was written."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -29,18 +29,18 @@ class FreshMemory:
 
 @functools.cache
 def _pattern() -> bytes:
-    """The bytes of `poison`, twice over."""
+    """Return the bytes of `poison`, twice."""
     words = ((index * _GOLDEN % 2**64 >> 4) & _LOW | _HIGH for index in range(_PERIOD))
     return 2 * b"".join(word.to_bytes(8, "little") for word in words)
 
 
 def _fill(address: int, size: int) -> None:
-    """Writes the pattern without PyTorch: one of its operators may be a kernel that is being checked."""
+    """Write the pattern without PyTorch: one of its operators may be a kernel that is being checked."""
     period = 8 * _PERIOD
     done = min(size, period)
     start = address % period
     ctypes.memmove(address, _pattern()[start : start + done], done)
-    while done < size:  # what is there once more, which is whole periods
+    while done < size:  # copy what is filled so far: a multiple of the period
         more = min(done, size - done)
         ctypes.memmove(address + done, address, more)
         done += more

@@ -1,8 +1,8 @@
-"""Why an access went wrong: its address and mask in the kernel's own names, with their values at the offending lane.
+"""Explain why an access went wrong: its address and mask in the kernel's own names, with their values at that lane.
 
-Nothing of it is recorded by the kernel. When a launch has a finding, the kernel's TTIR is read again, the offending
-program's addresses are worked out from the launch's arguments (`evaluate`) until one is the address that was reported,
-and the expression is found in the kernel's text (`expressions`). What can't be known is left out.
+The kernel records none of this. When a launch has a finding, the kernel's TTIR is read again, the offending
+program's addresses are recomputed from the launch's arguments (`evaluate`) until one is the reported address, and
+the expression is located in the kernel's source (`expressions`). What cannot be known is left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..ir.scanner import ParseError
 from ..ir.ttir import I1, Module, Op, Pointer, Value, element_of
 from .again import program_of, signed
 from .evaluate import Frame, Program, Tile, Unknown
-from .expressions import Match, Matcher, Place, Text, text_at
-from .watched import Seen
+from .expressions import Location, Match, Matcher, Text, text_at
+from .watched import Violation
 
 _OPERATIONS = {
     "load": ("tt.load",),
@@ -31,21 +31,21 @@ _OPERATIONS = {
 }
 
 
-def reason_for(seen: Seen) -> Reason | None:
-    """The reason for what was seen; None where none can be given."""
-    file, _, line = seen.site["location"].rpartition(":")
+def reason_for(violation: Violation) -> Reason | None:
+    """Return the reason for a violation; None where none can be given."""
+    file, _, line = violation.site["location"].rpartition(":")
     text = text_at(file, int(line or 0))
-    if text is None or seen.site["what"] not in _OPERATIONS:
+    if text is None or violation.site["what"] not in _OPERATIONS:
         return None
     try:
-        return _Explanation(seen, text, int(line)).reason()
+        return _Explanation(violation, text, int(line)).reason()
     except RecursionError:  # an expression of thousands of parts
         return None
 
 
 @dataclass(frozen=True)
 class Occurrence:
-    """One lane of one run of an operation."""
+    """Lane of one run of an operation."""
 
     op: Op
     program: Program
@@ -54,137 +54,137 @@ class Occurrence:
 
 
 class _Explanation:
-    def __init__(self, seen: Seen, text: Text, line: int) -> None:
-        self.seen, self.text, self.line = seen, text, line
-        self.what = seen.site["what"]
-        # Of a function that was inlined, arguments and constants are the caller's and have other names.
-        in_kernel = seen.site["location"] == seen.site["called"]
-        self.constants = seen.watched.kernel.constants if in_kernel else None
+    def __init__(self, violation: Violation, text: Text, line: int) -> None:
+        self.violation, self.text, self.line = violation, text, line
+        self.what = violation.site["what"]
+        # Arguments and constants of an inlined function belong to the caller and have other names.
+        in_kernel = violation.site["location"] == violation.site["called"]
+        self.constants = violation.watched.kernel.constants if in_kernel else None
 
     def reason(self) -> Reason | None:
         try:
-            found = next(self.occurrences(), None)
+            occurrence = next(self.occurrences(), None)
         except (Unknown, ParseError):
-            found = None
+            occurrence = None
         if self.what == "offset":
-            return self.arithmetic(found) if found else None
-        return self.access(found)
+            return self.arithmetic(occurrence) if occurrence else None
+        return self.access(occurrence)
 
-    # -- where it happened --
+    # -- locate the violation --
 
     def occurrences(self) -> Iterator[Occurrence]:
-        """Lanes at which the operation did what was reported."""
-        source = self.seen.watched.kernel.ttir()
+        """Yield the lanes at which the operation did what was reported."""
+        source = self.violation.watched.kernel.ttir()
         if source is None:
             return
         module = parse(source)
         for op in self.operations(module):
-            program = program_of(self.seen.watched, self.seen.program, module)
+            program = program_of(self.violation.watched, self.violation.program, module)
             for frame in program.frames(op.block, op.operands) if op.block else ():
                 lane = self.lane(op, program, frame)
                 if lane is not None:
                     yield Occurrence(op, program, frame, lane)
 
     def operations(self, module: Module) -> Iterator[Op]:
-        """The operations that are reported as this site."""
-        site = self.seen.watched.kernel.told["sites"][self.seen.number]  # as it was compiled
+        """Yield the operations that are reported as this site."""
+        site = self.violation.watched.kernel.metadata["sites"][self.violation.number]  # as it was compiled
         offsets = offset_arithmetic(module.entry)
         pointers = [arg for arg in module.entry.args if isinstance(arg.type, Pointer)]
         for op in module.entry.body.walk():
-            here = (op.origin or op.location, op.location) == (site["location"], site["called"])
-            if not here or op.name not in _OPERATIONS[self.what]:
+            at_site = (op.origin or op.location, op.location) == (site["location"], site["called"])
+            if not at_site or op.name not in _OPERATIONS[self.what]:
                 continue
             if self.what == "offset":
-                is_it = op in offsets
+                matches = op in offsets
             else:
                 root = root_of(op.operands[0])
-                is_it = (pointers.index(root) if root in pointers else -1) == site["argument"]
-            if is_it:
+                matches = (pointers.index(root) if root in pointers else -1) == site["argument"]
+            if matches:
                 yield op
 
     def lane(self, op: Op, program: Program, frame: Frame) -> tuple[int, ...] | None:
-        """The first lane of a run that fits the record."""
-        record = self.seen.record
+        """Return the first lane of a run that fits the record."""
+        record = self.violation.record
         if self.what == "offset":
             left, right = (program.value(operand, frame) for operand in op.operands)
             hit = _EXACT[op.name](left, right) == record.value
         else:
             address = program.value(op.operands[0], frame)
             distance = signed(record.address) - address
-            hit = (distance >= 0) & (distance < self.seen.site["size"])
+            hit = (distance >= 0) & (distance < self.violation.site["size"])
             mask = mask_of(op)
             if mask is not None:
                 hit = hit & (program.value(mask, frame) != 0)
         lanes = hit.nonzero()
         return tuple(lanes[0].tolist()) if len(lanes) else None
 
-    # -- in the words of the kernel --
+    # -- describe it in the kernel's names --
 
-    def access(self, found: Occurrence | None) -> Reason | None:
+    def access(self, occurrence: Occurrence | None) -> Reason | None:
         calls = list(self.text.accesses(self.what, self.line))
         reasons = []
         for call in calls:
-            parts = [(call.address, found.op.operands[0])] if found else []
-            mask = mask_of(found.op) if found else None
+            parts = [(call.address, occurrence.op.operands[0])] if occurrence else []
+            mask = mask_of(occurrence.op) if occurrence else None
             if call.mask is not None and mask is not None:
                 parts.append((call.mask, mask))
             masked = ast.unparse(call.mask) if call.mask is not None else None
-            certain, values = self.values(parts, found) if found else (False, {})
+            certain, values = self.values(parts, occurrence) if occurrence else (False, {})
             if certain or len(calls) == 1:
                 reasons.append(Reason(ast.unparse(call.address), masked, values))
         return reasons[0] if len(reasons) == 1 else None
 
-    def arithmetic(self, found: Occurrence) -> Reason | None:
+    def arithmetic(self, occurrence: Occurrence) -> Reason | None:
         reasons = {}
         for node in self.text.at(self.line):
             if isinstance(node, ast.BinOp):
-                certain, values = self.values([(node, found.op.result)], found)
+                certain, values = self.values([(node, occurrence.op.result)], occurrence)
                 if certain and values:
                     reasons[ast.unparse(node)] = Reason(ast.unparse(node), None, values)
         return next(iter(reasons.values())) if len(reasons) == 1 else None
 
     def values(
-        self, parts: list[tuple[ast.expr, Value]], found: Occurrence
+        self, parts: list[tuple[ast.expr, Value]], occurrence: Occurrence
     ) -> tuple[bool, dict[str, int | str]]:
-        """What the names of expressions stand for, and whether the expressions fit the operation."""
+        """Return whether the expressions fit the operation, and the values of their names."""
         match = Match()
         for expand in (True, False):
             matcher = Matcher(self.text, self.constants, expand)
             match = Match()
             for node, value in parts:
-                match = match.plus(matcher.match(node, Place(value, found.lane)))
+                match = match.plus(matcher.match(node, Location(value, occurrence.lane)))
             if not match.conflicts:
                 break
         values: dict[str, int | str] = {}
-        for name, place in (match.names | (match.positions if match.certain else {})).items():
-            shown = match.definitions.get(name) or self.shown(place, found)
-            if shown is not None and name not in match.conflicts:
-                values[name] = shown
+        for name, location in (match.names | (match.positions if match.certain else {})).items():
+            format_value = match.definitions.get(name) or self.format_value(location, occurrence)
+            if format_value is not None and name not in match.conflicts:
+                values[name] = format_value
         values |= match.numbers
         return match.certain, values
 
-    def shown(self, place: Place, found: Occurrence) -> int | str | None:
-        """A value as it is printed; None if it can't be known."""
+    def format_value(self, location: Location, occurrence: Occurrence) -> int | str | None:
+        """Return a value in printable form; None if it cannot be known."""
         try:
-            tile = found.program.value(place.value, found.frame)
+            tile = occurrence.program.value(location.value, occurrence.frame)
         except Unknown:
             return None
-        number = int(tile[place.lane])
-        element = element_of(place.value.type)
+        number = int(tile[location.lane])
+        element = element_of(location.value.type)
         if isinstance(element, Pointer):
-            return self.shown_pointer(place.value, number)
+            return self.format_pointer(location.value, number)
         if element == I1:
             return str(bool(number))
         if number < 0 and self.has_unsigned:
-            return None  # TTIR does not say which integers have a sign
+            return None  # TTIR does not record which integers are signed
         return number
 
-    def shown_pointer(self, value: Value, number: int) -> str | None:
-        """A pointer, as the argument that it was made from and an offset."""
+    def format_pointer(self, value: Value, number: int) -> str | None:
+        """Format a pointer as an offset from the argument that it was derived from."""
         root = root_of(value)
         if root is None or root is value or root.producer is not None:
             return None
-        argument = next((a for a in self.seen.watched.arguments if a.name == root.name), None)
+        argument = next((a for a in self.violation.watched.arguments if a.name == root.name), None)
         element = element_of(value.type)
         assert isinstance(element, Pointer)
         size = max(1, element_of(element.pointee).bits // 8)
@@ -194,8 +194,8 @@ class _Explanation:
 
     @property
     def has_unsigned(self) -> bool:
-        watched = self.seen.watched
-        tensors = (a.tensor.dtype for a in watched.arguments if a.known)
+        watched = self.violation.watched
+        tensors = (a.tensor.dtype for a in watched.arguments if a.has_tensor)
         return any(dtype in _UNSIGNED for dtype in tensors) or any(
             f.code in "BHIQ" for f in watched.kernel.fields
         )

@@ -1,4 +1,4 @@
-"""`sanitize()`: launches inside it are checked, access by access."""
+"""`sanitize()`: check every access of the launches inside it."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from .findings import findings_of
 from .fresh import FreshMemory
 from .scopes import SCOPES
 from .verdicts import Judged, Verdict
-from .watched import Broken, Watched
+from .watched import BrokenPromise, Watched
 
 
 class Sanitizer(Judged):
-    """A scope: its findings and verdicts, and the memory that was allocated in it without being written."""
+    """Scope with findings and verdicts, and the memory allocated in it that has not been written yet."""
 
     def __init__(self, collect: bool, dry: bool) -> None:
         super().__init__()
         self.collect, self.dry = collect, dry
         self.findings: list[Finding] = []
-        self.launches = 0  # that were checked
+        self.launches = 0  # checked launches
         self._lock = threading.Lock()
         self.allowed: dict[str, torch.Tensor] = {}
         self._fresh: dict[int, FreshMemory] = {}
-        self._kept = 64  # how many of these were alive when last looked at
+        self._live = 64  # how many of these were alive at the last cleanup
 
     def allow(self, *tensors: torch.Tensor) -> None:
-        """Tensors that kernels may reach by addresses they find in memory, until the scope ends."""
+        """Allow kernels to access these tensors through addresses read from memory, until the scope ends."""
         for tensor in tensors:
             self.allowed[f"allowed[{len(self.allowed)}]"] = tensor
 
-    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
-        """Takes a launch's findings down; raises them unless they are collected."""
-        with self._lock:  # launches of other threads are told at the same time
+    def finish(self, watched: Watched, broken_promises: Sequence[BrokenPromise]) -> None:
+        """Record the findings of a launch; raise them unless they are collected."""
+        with self._lock:  # other threads may report launches at the same time
             launch, self.launches = self.launches, self.launches + 1
-        found = findings_of(watched, broken, launch)
-        self.findings += found
-        if found:
+        findings = findings_of(watched, broken_promises, launch)
+        self.findings += findings
+        if findings:
             self.verdicts.append(Verdict(watched.kernel.name, "findings", watched.left_out))
         elif watched.ended_early:
             self.miss(watched.kernel.name, watched.ended_early)
         else:
             self.verdicts.append(Verdict(watched.kernel.name, "clean", watched.left_out))
-        if found and not self.collect:
-            raise SanitizerError(found)
+        if findings and not self.collect:
+            raise SanitizerError(findings)
 
     def miss(self, kernel: str, reason: str) -> None:
-        """Takes down that nobody checked a launch."""
+        """Record that a launch was not checked."""
         self.verdicts.append(Verdict(kernel, "not checked", reason))
 
     # -- fresh memory --
 
     def watch(self, tensor: Any) -> Any:
-        """Fills a new tensor's memory with a pattern and remembers it; gives the tensor."""
+        """Fill a new tensor's memory with a pattern and track it; return the tensor."""
         if (
             type(tensor) is not torch.Tensor
             or self.dry
@@ -70,19 +70,19 @@ class Sanitizer(Judged):
             or not tensor.untyped_storage().nbytes()
         ):
             return tensor
-        if len(self._fresh) >= 2 * self._kept:
+        if len(self._fresh) >= 2 * self._live:
             self._fresh = {low: memory for low, memory in self._fresh.items() if not memory.freed()}
-            self._kept = max(len(self._fresh), 64)
+            self._live = max(len(self._fresh), 64)
         fresh = FreshMemory(tensor)
         self._fresh[fresh.low] = fresh
         return tensor
 
     def fresh_memory(self, tensor: torch.Tensor) -> FreshMemory | None:
-        """The fresh memory that a tensor lies in, if it does."""
+        """Return the fresh memory that a tensor lies in; None if there is none."""
         storage = tensor.untyped_storage()
         fresh = self._fresh.get(storage.data_ptr())
         if fresh is not None and (fresh.freed() or fresh.high - fresh.low != storage.nbytes()):
-            del self._fresh[fresh.low]  # freed; somebody else's memory is there now
+            del self._fresh[fresh.low]  # freed and reused since
             return None
         return fresh
 
@@ -116,7 +116,7 @@ def _watched_allocations(sanitizer: Sanitizer) -> Iterator[None]:
 
 @contextmanager
 def sanitize(*, collect: bool, dry: bool) -> Iterator[Sanitizer]:
-    """A scope for a `with` block. It checks launches on a device that is made inside of it."""
+    """Open a scope for a `with` block. It checks launches on a device created inside of it."""
     sanitizer = Sanitizer(collect, dry)
     with SCOPES.opened(SCOPES.sanitizers, sanitizer), _watched_allocations(sanitizer):
         yield sanitizer
@@ -124,12 +124,12 @@ def sanitize(*, collect: bool, dry: bool) -> Iterator[Sanitizer]:
 
 @functools.cache
 def sanitize_process(collect: bool) -> None:
-    """A scope that lasts as long as the process does: TRITON_LOOM_SANITIZE."""
+    """Open a scope that lasts as long as the process: TRITON_LOOM_SANITIZE."""
     sanitizer = Sanitizer(collect, dry=False)
     SCOPES.open(SCOPES.sanitizers, sanitizer, outermost=True)
     _watched_allocations(sanitizer).__enter__()
 
-    def tell() -> None:
+    def print_findings() -> None:
         print(*sanitizer.findings, f"TRITON_LOOM_SANITIZE: {sanitizer.summary}", sep="\n", file=sys.stderr)
 
-    atexit.register(tell)
+    atexit.register(print_findings)

@@ -1,4 +1,4 @@
-"""The scopes that are open: who hears of launches, and what these are instrumented for."""
+"""Open scopes, which observe launches, and the instruments that kernels need for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scope = TypeVar("Scope", bound=Listener)
 
 
 class Scopes:
-    """The scopes that see a launch. As the choice of a device is, they are the same for every thread."""
+    """Scopes that observe a launch. They hold for every thread, as the current device does."""
 
     def __init__(self) -> None:
         self.sanitizers: list[Checker] = []
@@ -25,18 +25,20 @@ class Scopes:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """What a kernel that is launched now has to do at each access."""
+        """Return the instruments that a kernel launched now needs."""
         return (SANITIZE,) * bool(self.sanitizers) + (COUNT,) * bool(self.counters)
 
     @property
     def sanitizer(self) -> Checker | None:
-        """The innermost one, which is the only one that checks a launch."""
+        """Return the innermost sanitizer, the only one that checks a launch."""
         return self.sanitizers[-1] if self.sanitizers else None
 
     @contextmanager
     def opened(self, scopes: list[Scope], scope: Scope) -> Iterator[None]:
-        """Adds a scope to the sanitizers or to the counters. Launches are instrumented for it on a device that is made
-        while it is open."""
+        """Add a scope to the sanitizers or to the counters for a `with` block.
+
+        Launches are instrumented for it on a device created while it is open.
+        """
         self.open(scopes, scope)
         try:
             yield
@@ -47,16 +49,16 @@ class Scopes:
                 knobs.runtime.launch_enter_hook.remove(self.miss_elsewhere)
 
     def open(self, scopes: list[Scope], scope: Scope, outermost: bool = False) -> None:
-        """The same for good."""
+        """Add a scope for the rest of the process."""
         if not self.modes:
             launcher.UNWATCHED.append(self.miss_plain)
             knobs.runtime.launch_enter_hook.add(self.miss_elsewhere)
         scopes.insert(0 if outermost else len(scopes), scope)
 
-    # -- launches that no scope sees --
+    # -- launches that no scope observes --
 
     def miss(self, kernel: str, reason: str, modes: Collection[str] = (SANITIZE, COUNT)) -> None:
-        """Tells the scopes that work in these modes of a launch that they have missed."""
+        """Report a missed launch to the scopes that work in these modes."""
         if SANITIZE in modes and self.sanitizer is not None:
             self.sanitizer.miss(kernel, reason)
         if COUNT in modes:
@@ -64,13 +66,16 @@ class Scopes:
                 counter.miss(kernel, reason)
 
     def miss_plain(self, kernel: str) -> None:
-        """Hears of a launch on the CPU without instruments."""
+        """Report a launch on the CPU whose kernel is not instrumented."""
         self.miss(
             kernel, "it was compiled without instruments, before the scope was opened or on another device"
         )
 
     def miss_elsewhere(self, launch_metadata: Any) -> None:
-        """Hears of every launch that Triton makes. Loom's launchers speak for themselves; a GPU's do not."""
+        """Report a launch on another device.
+
+        Triton calls this for every launch; Loom's launchers report theirs themselves.
+        """
         target = driver.active.get_current_target()
         if target.backend != "cpu":
             self.miss(launch_metadata.data["name"], f"it was launched on {target.backend}")

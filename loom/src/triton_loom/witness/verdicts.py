@@ -1,4 +1,4 @@
-"""What became of each launch in a scope, so that no finding is never mistaken for no check."""
+"""Verdict on each launch of a scope, so that "no finding" is never mistaken for "not checked"."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MISSED: tuple[Outcome, ...] = ("not checked", "not counted")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one launch."""
+    """Verdict on one launch."""
 
     kernel: str
     outcome: Outcome
-    reason: str = ""  # why it was missed; of one that was checked, what was left out
+    reason: str = ""  # why it was missed, or what was left out of the check
 
     @property
     def missed(self) -> bool:
-        """Whether nobody looked."""
+        """Return whether the launch went unobserved."""
         return self.outcome in MISSED
 
     def __str__(self) -> str:
@@ -30,24 +30,24 @@ class Verdict:
 
 @dataclass
 class Judged:
-    """A scope with a verdict for every launch in it, in their order."""
+    """Scope with a verdict for every launch in it, in order."""
 
     verdicts: list[Verdict] = field(default_factory=list, init=False)
 
     @property
     def summary(self) -> str:
-        """All verdicts in a line: how many launches had which one, and why the others were missed."""
+        """Return all verdicts in one line: how many launches had each, and why launches were missed."""
         return summary(self.verdicts)
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """How many launches had which verdict. Kernels that were missed are named, with the reason."""
+    """Count the launches by verdict; name the kernels that were missed, with the reason."""
     if not verdicts:
         return "not checked: nothing was launched"
     counts = Counter(verdict.outcome for verdict in verdicts)
     text = f"{_launches(len(verdicts))}: " + ", ".join(f"{n:,} {outcome}" for outcome, n in counts.items())
     missed = Counter(str(verdict) for verdict in verdicts if verdict.missed)
-    return "; ".join([text, *(f"{which} ({_launches(n)})" for which, n in missed.items())])
+    return "; ".join([text, *(f"{description} ({_launches(n)})" for description, n in missed.items())])
 
 
 def _launches(number: int) -> str:

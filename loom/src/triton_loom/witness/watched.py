@@ -1,7 +1,7 @@
-"""One launch of an instrumented kernel: what its accesses are held against, and what became of them.
+"""Launch of an instrumented kernel: the bounds that its accesses are checked against, and the results.
 
-`Watched` describes the launch's arguments to include/witness.h and reads its findings and counts back. What is done
-with them is the business of the scopes that it tells.
+`Watched` describes the launch's arguments to include/witness.h, reads its findings and counts back, and passes them
+to the open scopes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import FindingKind
 from ..features import COUNT
 from . import abi
 
-if TYPE_CHECKING:  # that it is not imported keeps `import torch` out of the making of a device
+if TYPE_CHECKING:  # importing it would import torch while a device is being created
     from .fresh import FreshMemory
 
 
 @dataclass(frozen=True)
-class Broken:
-    """A promise that a launch did not keep: about an argument, or about what one program makes of it."""
+class BrokenPromise:
+    """Promise that a launch violated, about an argument or about a value that one program computes."""
 
     argument: str | None
     detail: str
@@ -33,41 +33,44 @@ class Broken:
 
 
 class Listener(Protocol):
-    """A scope, as a launch knows it."""
+    """Scope, as a launch sees it."""
 
-    def finish(self, watched: Watched, broken: Sequence[Broken]) -> None:
-        """Hears of a launch that is over, and of the promises that it did not keep."""
+    def finish(self, watched: Watched, broken_promises: Sequence[BrokenPromise]) -> None:
+        """Receive a finished launch, and the promises that it violated."""
 
     def miss(self, kernel: str, reason: str) -> None:
-        """Hears of a launch that it can know nothing about."""
+        """Receive a launch that could not be observed."""
 
 
 class Checker(Listener, Protocol):
-    """A scope that decides what a launch may access."""
+    """Scope that decides what a launch may access."""
 
-    dry: bool  # addresses are evaluated, and memory is left alone
-    allowed: dict[str, Any]  # tensors that may be reached by addresses found in memory
+    dry: bool  # addresses are evaluated, but memory is not accessed
+    allowed: dict[str, Any]  # tensors that may be accessed through addresses read from memory
 
     def fresh_memory(self, tensor: Any) -> FreshMemory | None:
-        """The memory that a tensor lies in, if it was allocated in the scope."""
+        """Return the memory that a tensor lies in, if it was allocated in the scope."""
 
 
 class Arena:
-    """Memory that launches use one after another. It is zero at first and never cleared (`Witness::base` says why)."""
+    """Memory that launches reuse one after another.
+
+    It is zero at first and never cleared (`Witness::base` explains why).
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # one watched launch at a time
-        self.base = 0  # the highest number that a program has had
+        self.base = 0  # highest number assigned to a program so far
         self._areas: dict[str, mmap.mmap] = {}
 
     def area(self, name: str, size: int) -> int:
-        """The address of at least so many bytes."""
+        """Return the address of at least `size` bytes."""
         if name not in self._areas or size > len(self._areas[name]):
             self._areas[name] = mmap.mmap(-1, size + size // 2 + mmap.PAGESIZE)
         return ctypes.addressof(ctypes.c_char.from_buffer(self._areas[name]))
 
     def numbers(self, programs: int) -> int:
-        """Sets numbers aside for the programs of a launch; gives the one before the first."""
+        """Reserve numbers for the programs of a launch; return the one before the first."""
         if self.base + programs >= 2**31 - 2:
             self.base = 0
             self._areas.pop("cells", None)
@@ -83,7 +86,7 @@ ARENA = Arena()
 
 @dataclass
 class Memory:
-    """The elements of a tensor argument, in bytes: runs of neighbours that repeat along dimensions."""
+    """Elements of a tensor argument, in bytes: contiguous runs that repeat along dimensions."""
 
     low: int
     run: int
@@ -103,32 +106,32 @@ class Memory:
             ((s * size, e) for e, s in zip(extents, strides, strict=True) if e > 1 and s != 0), reverse=True
         )
         run = size
-        kept: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for stride, extent in reversed(dims):
-            if not kept and stride == run:
+            if not merged and stride == run:
                 run *= extent
-            elif kept and stride == kept[-1][0] * kept[-1][1]:
-                kept[-1] = kept[-1][0] * extent, kept[-1][1]
+            elif merged and stride == merged[-1][0] * merged[-1][1]:
+                merged[-1] = merged[-1][0] * extent, merged[-1][1]
             else:
-                kept.append((extent, stride))
-        return cls(address, run, kept[::-1])
+                merged.append((extent, stride))
+        return cls(address, run, merged[::-1])
 
     @classmethod
     def unknown(cls) -> Memory:
-        """A bare address says nothing about what lies there: all is allowed, nothing is told apart."""
+        """Return unlimited memory: nothing is known of a bare address, so every access is allowed."""
         return cls(0, 2**63 - 1, [])
 
 
 @dataclass
 class PointerArgument:
-    """One pointer of a launch: the tensor it came from (None for a bare address), and what the kernel does with it."""
+    """Pointer of a launch: the tensor it came from (None for a bare address), and how the kernel accesses it."""
 
     name: str
     tensor: Any
     address: int
     memory: Memory
     accesses: set[str] = field(default_factory=set)  # of "load", "store", "atomic"
-    size: int = 8  # bytes of the smallest
+    size: int = 8  # bytes of the smallest access
 
     @classmethod
     def of(cls, name: str, tensor: Any, address: int) -> PointerArgument:
@@ -145,29 +148,29 @@ class PointerArgument:
         return not self.accesses.isdisjoint(("store", "atomic"))
 
     @property
-    def known(self) -> bool:
+    def has_tensor(self) -> bool:
         return self.tensor is not None
 
     @property
     def is_meta(self) -> bool:
-        return self.known and bool(self.tensor.is_meta)
+        return self.has_tensor and bool(self.tensor.is_meta)
 
     def distance(self, address: int) -> int:
-        """Bytes from the first element, as the machine counts them."""
+        """Return the bytes from the first element, as a wrapped 64-bit difference."""
         return ctypes.c_int64(address - self.address).value
 
     def index(self, address: int) -> tuple[int, ...] | None:
-        """Where in the tensor an address would be, by its strides; the index may lie outside of the shape. What lies
-        between elements has none."""
-        if not self.known:
+        """Return the index that an address would have by the tensor's strides; it may lie outside of the shape.
+        Addresses between elements have none."""
+        if not self.has_tensor:
             return None
         rest, part = divmod(self.distance(address), self.tensor.element_size())
         strides = list(self.tensor.stride())
-        found = [0] * len(strides)
+        indices = [0] * len(strides)
         for dim in sorted(range(len(strides)), key=lambda d: -strides[d]):
             if strides[dim] and self.tensor.shape[dim] > 1:
-                found[dim], rest = divmod(rest, strides[dim])
-        return None if rest or part else tuple(found)
+                indices[dim], rest = divmod(rest, strides[dim])
+        return None if rest or part else tuple(indices)
 
     def describe(self) -> str:
         tensor = self.tensor
@@ -177,7 +180,7 @@ class PointerArgument:
 
 
 def tensor_and_address(argument: Any, fake: int = 0) -> tuple[Any, int]:
-    """The tensor of a pointer argument, None for a bare address, and where it points; `fake` for a meta tensor."""
+    """Return the tensor of a pointer argument, None for a bare address, and its address; `fake` for a meta tensor."""
     import torch
 
     base = getattr(argument, "base", None)
@@ -193,20 +196,20 @@ def tensor_and_address(argument: Any, fake: int = 0) -> tuple[Any, int]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An instrumented kernel, as its launches know it."""
+    """Instrumented kernel, as its launches see it."""
 
     name: str
-    modes: tuple[str, ...]  # what it does at each access, whether or not a scope is open to hear of it
-    told: dict[str, Any]  # what the compiler says of it (`Witnessed.metadata`)
-    location: str  # "file:line" where it is now,
-    sites: list[dict[str, Any]]  # and its places that can be reported
+    modes: tuple[str, ...]  # what it does at each access, whether or not a scope is open
+    metadata: dict[str, Any]  # from the compiler (`Witnessed.metadata`)
+    location: str  # its current "file:line"
+    sites: list[dict[str, Any]]  # source locations that can be reported
     fields: list[Field]  # its arguments in TTIR
-    constants: dict[str, Any]  # arguments that it was compiled for, by name
-    ttir: Callable[[], str | None]  # its text, where that can still be found
+    constants: dict[str, Any]  # arguments that it was specialized for, by name
+    ttir: Callable[[], str | None]  # returns its text, if still available
 
 
 class Watched:
-    """A launch that is about to happen, as witness.h wants to have it described."""
+    """Launch to be, described for witness.h."""
 
     def __init__(
         self,
@@ -218,25 +221,25 @@ class Watched:
         sanitizer: Checker | None = None,
         counters: Sequence[Listener] = (),
     ) -> None:
-        """`values` are those of the kernel's fields."""
+        """`values` are the values of the kernel's fields."""
         self.kernel, self.values, self.grid, self.sites = kernel, values, grid, kernel.sites
         self.sanitizer, self.counters = sanitizer, tuple(counters)
-        self.ended_early = ""  # why it was, if so
+        self.ended_early = ""  # the reason, if it was
         self.arguments: list[PointerArgument] = []
         for field_, value in zip(kernel.fields, values, strict=True):
             if field_.code == "P":
                 tensor, address = tensor_and_address(value, (len(self.arguments) + 1) << 44)
                 self.arguments.append(PointerArgument.of(field_.name, tensor, address))
         if any(site["argument"] < 0 for site in self.sites):
-            found = {f"reached[{number}]": tensor for number, tensor in enumerate(reached)}
+            reachable = {f"reached[{number}]": tensor for number, tensor in enumerate(reached)}
             if self.sanitizer is not None:
-                found |= self.sanitizer.allowed
-            self.arguments += (PointerArgument.of(n, t, t.data_ptr()) for n, t in found.items())
+                reachable |= self.sanitizer.allowed
+            self.arguments += (PointerArgument.of(n, t, t.data_ptr()) for n, t in reachable.items())
         declared_only = any(a.is_meta for a in self.arguments)
         self.dry = declared_only or (self.sanitizer is not None and self.sanitizer.dry)
         for site in self.sites:
             self._note(site)
-        self.witness = abi.Witness(dry=self.dry, ordered=kernel.told["ordered"])
+        self.witness = abi.Witness(dry=self.dry, ordered=kernel.metadata["ordered"])
         self._findings = (abi.Finding * (len(self.sites) * len(abi.KINDS) + 1))()
         self._regions = self._make_regions()
         self._shadows = (abi.Shadow * 0)()
@@ -250,7 +253,7 @@ class Watched:
                 setattr(self.witness, f"{name[:-1]}_count", len(array))
 
     def _note(self, site: dict[str, Any]) -> None:
-        """What an access says about the argument it goes through; one that is known at run time only, about all."""
+        """Record an access with its argument, or with all arguments if the argument is only known at run time."""
         what, which = site["what"], site["argument"]
         if what not in ("load", "store", "atomic"):
             return
@@ -264,32 +267,36 @@ class Watched:
 
     def _c_argument(self, argument: PointerArgument) -> abi.Argument:
         memory = argument.memory
-        made = abi.Argument(
+        result = abi.Argument(
             low=memory.low,
             high=memory.high,
             run=memory.run,
             rank=len(memory.dims),
             region=next(
-                (i for i, r in enumerate(self._regions) if argument.known and r.low <= memory.low < r.high),
+                (
+                    i
+                    for i, r in enumerate(self._regions)
+                    if argument.has_tensor and r.low <= memory.low < r.high
+                ),
                 -1,
             ),
             shadow=-1,
-            loaded=argument.known and argument.loaded,
-            stored=argument.known and argument.stored,
+            loaded=argument.has_tensor and argument.loaded,
+            stored=argument.has_tensor and argument.stored,
         )
         reach = memory.run
-        made.reach[len(memory.dims)] = reach
+        result.reach[len(memory.dims)] = reach
         for d, (extent, stride) in reversed(list(enumerate(memory.dims))):
-            made.extent[d], made.stride[d] = extent, stride
+            result.extent[d], result.stride[d] = extent, stride
             reach += (extent - 1) * stride
-            made.reach[d] = reach
-        return made
+            result.reach[d] = reach
+        return result
 
     def _make_regions(self) -> Any:
-        """Memory that is written, with all the arguments that overlap in it."""
+        """Return the memory that is written, as regions of overlapping arguments."""
         groups: list[list[PointerArgument]] = []
         end = -1
-        for argument in sorted((a for a in self.arguments if a.known), key=lambda a: a.memory.low):
+        for argument in sorted((a for a in self.arguments if a.has_tensor), key=lambda a: a.memory.low):
             if argument.memory.low >= argument.memory.high:
                 continue
             if argument.memory.low < end:
@@ -312,8 +319,8 @@ class Watched:
 
     def _find_shadows(self, sanitizer: Checker) -> Any:
         shadows: dict[int, abi.Shadow] = {}
-        for argument, made in zip(self.arguments, self._c_arguments, strict=True):
-            fresh = sanitizer.fresh_memory(argument.tensor) if argument.known else None
+        for argument, c_argument in zip(self.arguments, self._c_arguments, strict=True):
+            fresh = sanitizer.fresh_memory(argument.tensor) if argument.has_tensor else None
             if fresh is None:
                 continue
             if fresh.low not in shadows:
@@ -321,11 +328,11 @@ class Watched:
             shadows[fresh.low].loaded |= argument.loaded
             if argument.tensor.element_size() < 4:
                 shadows[fresh.low].grain = 8
-            made.shadow = list(shadows).index(fresh.low)
+            c_argument.shadow = list(shadows).index(fresh.low)
         return (abi.Shadow * len(shadows))(*shadows.values())
 
     def prepare(self, threads: int) -> None:
-        """Gives the launch its memory: cells for what is written and each thread's sectors, bits for bytes touched."""
+        """Allocate the launch's memory: cells for what is written and each thread's sectors, bits for touched bytes."""
         cells = bits = 0
         if self.sanitizer is not None and not self.dry:
             cells += sum(
@@ -341,31 +348,31 @@ class Watched:
         self.witness.cells = ARENA.area("cells", cells)
         self.witness.bits = ARENA.area("bits", bits)
 
-    # -- afterwards --
+    # -- after the launch --
 
     def done(self) -> None:
-        """However the launch ended: the numbers that it used are not used again."""
+        """Retire the numbers that the launch used, however it ended."""
         ARENA.base = max(ARENA.base, self.witness.number)
 
-    def tell(self, broken: Sequence[Broken]) -> None:
-        """Tells the scopes; the sanitizer last, because it may raise."""
+    def report(self, broken_promises: Sequence[BrokenPromise]) -> None:
+        """Report to the scopes; the sanitizer last, because it may raise."""
         for counter in self.counters:
-            counter.finish(self, broken)
+            counter.finish(self, broken_promises)
         if self.sanitizer is not None:
-            self.sanitizer.finish(self, broken)
+            self.sanitizer.finish(self, broken_promises)
 
-    def seen(self) -> Iterator[Seen]:
-        """Whatever went wrong."""
+    def violations(self) -> Iterator[Violation]:
+        """Yield all violations."""
         for number in range(len(self.sites)):
             for k, kind in enumerate(abi.KINDS):
                 record = self._findings[number * len(abi.KINDS) + k]
                 if record.count:
-                    yield Seen(self, kind, number, record)
+                    yield Violation(self, kind, number, record)
 
     @property
     def left_out(self) -> str:
-        """What nobody could check although the launch was watched."""
-        bare = [a.name for a in self.arguments if a.accesses and not a.known]
+        """Return what could not be checked although the launch was watched."""
+        bare = [a.name for a in self.arguments if a.accesses and not a.has_tensor]
         dry = "dry: bounds and overflow only, in a sample of the programs" if self.dry else ""
         unknown = f"accesses through {', '.join(bare)}, which came as a bare address" if bare else ""
         return "; ".join(filter(None, (dry, unknown and f"without {unknown}")))
@@ -375,18 +382,18 @@ class Watched:
         return total.requested, total.distinct, total.program_sectors, total.launch_sectors
 
     def program(self, position: int) -> tuple[int, int, int]:
-        """The program at a position in the grid."""
+        """Return the program at a position in the grid."""
         x, y, _ = self.grid
         return position % x, position // x % y, position // x // y
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What went wrong at one site of a launch: how often, and the first time in full."""
+class Violation:
+    """Violation at one site of a launch: its count, and its first occurrence in full."""
 
     watched: Watched
     kind: FindingKind
-    number: int  # of the site
+    number: int  # index of the site
     record: abi.Finding
 
     @property

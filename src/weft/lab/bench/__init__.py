@@ -1,5 +1,4 @@
-"""`weft bench`: every op timed beside the same maths in plain PyTorch and in other libraries, on a device of this
-machine."""
+"""`weft bench`: time every op on a local device against the same maths in plain PyTorch and in other libraries."""
 
 from __future__ import annotations
 
@@ -49,25 +48,24 @@ from .showing import (
 )
 
 WHAT = {
-    "ops": "a workload of each op (if nothing is said)",
-    "rows": "the seventeen rows that linghe has published",
-    "mm": "products of matrices in several formats",
-    "sol": "the bandwidth of a copy, and the most TFLOPS in each format",
-    "show": "FILE: a report as a table",
-    "plot": "FILE PICTURE: a report as a picture",
-    "compare": "BEFORE AFTER: what became slower or faster",
+    "ops": "one workload of each op (the default)",
+    "rows": "the seventeen timings that linghe has published",
+    "mm": "matrix products in several formats",
+    "sol": "the bandwidth of a copy, and the highest TFLOPS in each format",
+    "show": "FILE: show a report as a table",
+    "plot": "FILE PICTURE: draw a report as a picture",
+    "compare": "BEFORE AFTER: show what became slower or faster",
 }
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time every op beside plain PyTorch and other libraries, on a device",
-        description="Time Weft in turn with the same maths in plain PyTorch, eager and by torch.compile, and with\n"
-        "other libraries. Results are compared first: a wrong one gets no time.",
+        help="time every op against plain PyTorch and other libraries, on a device",
+        description="Time Weft in turn with the same maths in plain PyTorch, eager and compiled by torch.compile, and\n"
+        "with other libraries. Results are compared first: a contender with wrong results gets no time.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="what is measured or shown:\n"
-        + "\n".join(f"  {name:8} {text}" for name, text in WHAT.items()),
+        epilog="what to measure or show:\n" + "\n".join(f"  {name:8} {text}" for name, text in WHAT.items()),
     )
     parser.add_argument("what", nargs="?", type=_what, default="ops", metavar="WHAT", help="see below")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -75,13 +73,13 @@ def add_command(commands: Any) -> None:
     add_op(parser)
     add_workload(parser, INSTEAD)
     parser.add_argument(
-        "--against", default=",".join(DEFAULT), help=f"contenders, of {', '.join(NAMES)} (%(default)s)"
+        "--against", default=",".join(DEFAULT), help=f"contenders, among {', '.join(NAMES)} (%(default)s)"
     )
     add_most(parser, 64.0)
-    parser.add_argument("--rounds", type=at_least(2), default=15, help="(%(default)s)")
+    parser.add_argument("--rounds", type=at_least(2), default=15, help="timed rounds (%(default)s)")
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
-        "--plot", type=picture_file, metavar="PICTURE", help="and as a picture: svg, png, pdf"
+        "--plot", type=picture_file, metavar="PICTURE", help="also draw them as a picture: svg, png, pdf"
     )
     parser.add_argument("--format", choices=("table", "markdown"), default="table")
     parser.set_defaults(run=run)
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     check_names("contender", args.against.split(","), NAMES)
     files = {"show": "FILE", "plot": "FILE PICTURE", "compare": "BEFORE AFTER"}.get(args.what, "")
     if len(args.files) != len(files.split()):
-        raise Refused(f"say `weft bench {args.what} {files}".rstrip() + "`")
+        raise Refused(f"run `weft bench {args.what} {files}".rstrip() + "`")
     if (args.op or args.workload) and args.what not in ("ops", "rows"):
         raise Refused(f"--op and --workload select among ops; `weft bench {args.what}` has none")
     if args.plot or args.what == "plot":
@@ -122,7 +120,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _measured(tasks: Sequence[tuple[Workload, Settings]]) -> list[Row]:
     rows = []
     with Steps(len(tasks)) as steps, kept_pages(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Dynamo detected a call")  # of functions of Weft with a cache
+        warnings.filterwarnings("ignore", "Dynamo detected a call")  # to functions of Weft that have a cache
         for workload, settings in tasks:
             steps.say(str(workload))
             rows.append(measure(workload, settings))
@@ -130,14 +128,14 @@ def _measured(tasks: Sequence[tuple[Workload, Settings]]) -> list[Row]:
     return rows
 
 
-def _told(args: argparse.Namespace, rows: list[Row]) -> int:
-    """Show rows, and write what is asked for."""
-    made = report(rows, _settings(args), geometric_means=means(rows))
-    _show(args, {**made, "rows": rows})
+def _finish(args: argparse.Namespace, rows: list[Row]) -> int:
+    """Show rows, and write the requested files."""
+    document = report(rows, _settings(args), geometric_means=means(rows))
+    _show(args, {**document, "rows": rows})
     if args.out:
-        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     if args.plot:
-        plot({**made, "rows": rows}, args.plot)
+        plot({**document, "rows": rows}, args.plot)
     return int(any("weft" not in row.times for row in rows))
 
 
@@ -147,26 +145,26 @@ def _show(args: argparse.Namespace, shown: dict[str, Any]) -> None:
         print("\n".join(page(shown)))
         return
     Console().print(Figures(figures(rows), title=title_of(shown)))
-    beside = "\nHow many times as fast as others, and the memory that they allocate"
-    Console().print(Figures(ratios(rows), title=beside))
+    heading = "\nSpeedup over the others, and the memory that they allocate"
+    Console().print(Figures(ratios(rows), title=heading))
     for reason in reasons(rows):
         Console().print(reason, style="dim", markup=False, highlight=False)
 
 
 def _ops(args: argparse.Namespace) -> int:
-    return _told(args, _measured([(workload, _settings(args)) for workload in one_each(args)]))
+    return _finish(args, _measured([(workload, _settings(args)) for workload in one_each(args)]))
 
 
 def _rows(args: argparse.Namespace) -> int:
     selected = set(map(str, workloads_named(args.workload, args.op)))
     chosen = [with_even_experts(w) for row in PUBLISHED if str(w := row.find()) in selected]
     if not chosen:
-        raise Refused("none of the published rows is such a workload; `weft report published` shows them")
-    return _told(args, _measured([(workload, _settings(args)) for workload in chosen]))
+        raise Refused("no published row has such a workload; `weft report published` lists them")
+    return _finish(args, _measured([(workload, _settings(args)) for workload in chosen]))
 
 
 def with_even_experts(workload: Workload) -> Workload:
-    """Experts of a multiple of 128 rows each, if there are experts in x: it spares PyTorch a loop over them."""
+    """Return the workload with 128 * n rows per expert, if x has experts: it spares PyTorch a loop over them."""
 
     def build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
         call = workload_build(workload, inputs, shape)
@@ -185,7 +183,7 @@ def _mm(args: argparse.Namespace) -> int:
 
     rows = _measured(list(products(_settings(args))))
     Console().print(Figures(products_table(rows), title="Products"))
-    return _told(args, rows)
+    return _finish(args, rows)
 
 
 def _sol(args: argparse.Namespace) -> int:
@@ -194,7 +192,7 @@ def _sol(args: argparse.Namespace) -> int:
     settings = _settings(args)
     with Steps(None, "copies, then products"), kept_pages():
         copies, rates = list(bandwidths(settings)), list(highest(settings))
-    made = report([row for _, row, _ in rates], settings)
+    document = report([row for _, row, _ in rates], settings)
     lines = [["", "size", "reached", "p50 ms [p20, p80]", "by"]]
     for megabytes, times in copies:
         spread = f"{times.p50:.3g} [{times.p20:.3g}, {times.p80:.3g}]"
@@ -206,9 +204,9 @@ def _sol(args: argparse.Namespace) -> int:
     if args.format == "markdown":
         print("\n".join(markdown(lines)))
     else:
-        Console().print(Figures(lines, title=title_of(made)))
+        Console().print(Figures(lines, title=title_of(document)))
     if args.out:
-        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

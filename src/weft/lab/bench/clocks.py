@@ -1,10 +1,10 @@
-"""How a call is timed and its memory counted: contenders in turn, round after round, on the clock of the device.
+"""Time calls and count their memory: contenders in turn, round after round, on the clock of the device.
 
-On a CPU a round calls each contender once, on the host's clock; caches are as the contender before left them, and the
-C allocator keeps its pages, as that of a GPU does. On a GPU a contender is recorded in a CUDA graph that calls it once
+On a CPU, a round calls each contender once, on the host's clock; caches are as the previous contender left them, and
+the C allocator keeps its pages, as a GPU's does. On a GPU, a contender is recorded in a CUDA graph that calls it once
 on each of several copies of its inputs, together larger than the L2 cache. Before each replay the cache is filled with
-other data, behind a kernel that spins: the host is ahead of the device by then, and what lies between two events is the
-device's work alone. The way of a GPU was tested with stand-ins and never run on one.
+other data, behind a spinning kernel that lets the host get ahead, so that only device work lies between two events. The
+GPU path was tested with stand-ins and never run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 
 Run = Callable[[], Any]
 
-WARM_UP = 2  # rounds whose times are thrown away
-PATIENCE = 2.0  # seconds after which a slow contender takes no further turn, if it has had `FEWEST`
+WARM_UP = 2  # rounds whose times are discarded
+PATIENCE = 2.0  # seconds after which a slow contender takes no further turn, once it had `FEWEST`
 FEWEST = 5
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one contender, in milliseconds."""
+    """Percentiles of one contender's times, in milliseconds."""
 
     p20: float
     p50: float
@@ -43,26 +43,26 @@ class Times:
 
 
 class Ready(NamedTuple):
-    """What a round calls for a contender."""
+    """A contender's call in every round."""
 
     run: Run
-    note: str = ""  # what a reader of its times has to know
+    note: str = ""  # what a reader of its times must know
 
 
 class Clock(Protocol):
     """A device's way to time calls."""
 
     def copies(self, size: int) -> int:
-        """How many copies of inputs of so many bytes a contender is called on in turn."""
+        """Return on how many copies of inputs of so many bytes a contender is called in turn."""
 
     def ready(self, runs: Sequence[Run]) -> Ready:
-        """All runs of a contender as one, each on its own copy of the inputs."""
+        """Combine all runs of a contender into one, each on its own copy of the inputs."""
 
     def round(self, contenders: Mapping[str, Run]) -> dict[str, float]:
-        """Seconds of each, called in turn."""
+        """Call each contender in turn and return the seconds it took."""
 
     def extra_memory(self, run: Run) -> int:
-        """The most bytes that are allocated while something runs, beyond those before it. Results are among them."""
+        """Return the peak of bytes allocated by a run beyond those before it. Results are included."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -72,7 +72,8 @@ def clock_of(device: torch.device) -> Clock:
 def timed(
     clock: Clock, contenders: Mapping[str, Sequence[Run]], rounds: int
 ) -> tuple[dict[str, Times], dict[str, str]]:
-    """(times, notes) of all, in turn. A contender has several runs where the clock wants copies of its inputs."""
+    """Return (times, notes) of all contenders, in turn. They have several runs where the clock needs copies of the
+    inputs."""
     ready = {name: clock.ready(runs) for name, runs in contenders.items()}
     waiting = {name: one.run for name, one in ready.items()}
     spans: dict[str, list[float]] = {name: [] for name in contenders}
@@ -90,8 +91,8 @@ def timed(
 
 
 class CpuClock:
-    """The host's clock. The memory is counted by PyTorch's profiler at every allocation of PyTorch's allocator; what a
-    library takes from the system by itself is not seen."""
+    """The host's clock. PyTorch's profiler counts memory at every allocation of PyTorch's allocator; memory that a
+    library takes from the system directly is not seen."""
 
     def copies(self, size: int) -> int:
         return 1
@@ -109,30 +110,27 @@ class CpuClock:
         return spans
 
     def extra_memory(self, run: Run) -> int:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr when it begins and ends
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to stderr when it begins and ends
         with torch.autograd.profiler.profile(profile_memory=True) as profiled:
             result = run()
         del result
         assert profiled.kineto_results is not None
-        held = most = 0
+        current = peak = 0
         for event in profiled.kineto_results.events():
             if event.name() == "[memory]":
-                held += event.nbytes()
-                most = max(most, held)
-        return most
+                current += event.nbytes()
+                peak = max(peak, current)
+        return peak
 
 
-_MMAP_MAX, _TRIM_THRESHOLD, _MMAPS = (
-    -4,
-    -1,
-    65536,
-)  # as glibc's malloc.h numbers its parameters, and a default of it
+# Two parameters of glibc's mallopt, as malloc.h numbers them, and the default of the first.
+_MMAP_MAX, _TRIM_THRESHOLD, _MMAPS = -4, -1, 65536
 
 
 @contextmanager
 def kept_pages() -> Iterator[None]:
-    """The C allocator keeps freed memory, so that results are not paid for with page faults: those take longer than
-    many a kernel, for every contender alike. An allocator that is not glibc's does as it does."""
+    """Let the C allocator keep freed memory, so that results cost no page faults. Those take longer than many kernels,
+    for every contender alike. Allocators other than glibc's are left alone."""
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is None:
         yield
@@ -150,9 +148,9 @@ def kept_pages() -> Iterator[None]:
 
 
 class GpuClock:
-    """Events around replays of CUDA graphs. `cuda` is `torch.cuda`, or stands for it in a test."""
+    """Events around replays of CUDA graphs. `cuda` is `torch.cuda`, or a stand-in in tests."""
 
-    SPIN = 1_000_000  # cycles that the device is kept busy while the host queues what follows: half a millisecond
+    SPIN = 1_000_000  # cycles that keep the device busy while the host queues the rest: half a millisecond
     MOST = 64  # copies of small inputs
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -164,25 +162,26 @@ class GpuClock:
         return min(self.MOST, max(1, math.ceil(2 * self.cache / max(size, 1))))
 
     def ready(self, runs: Sequence[Run]) -> Ready:
-        """A graph of all runs. What cannot be recorded (it waits for the device, or asks for its numbers) is called
-        anew each time, and its time has the host's in it."""
+        """Record a graph of all runs. Calls that cannot be recorded (they synchronize with the device) are made anew
+        each time, and their times include the host's."""
 
-        def all_of_them() -> None:
+        def run_all() -> None:
             for run in runs:
                 run()
 
-        aside = self.cuda.Stream(self.device)  # where libraries make themselves ready, as recording wants it
-        aside.wait_stream(self.cuda.current_stream(self.device))
-        with self.cuda.stream(aside):
-            all_of_them()
-        self.cuda.current_stream(self.device).wait_stream(aside)
+        # Recording requires that libraries warm up on another stream.
+        side_stream = self.cuda.Stream(self.device)
+        side_stream.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(side_stream):
+            run_all()
+        self.cuda.current_stream(self.device).wait_stream(side_stream)
         graph = self.cuda.CUDAGraph()
         try:
             with self.cuda.graph(graph):
-                all_of_them()
+                run_all()
         except RuntimeError as error:
             self.cuda.synchronize(self.device)
-            return Ready(all_of_them, f"without a graph: {str(error).splitlines()[0]}")
+            return Ready(run_all, f"without a graph: {str(error).splitlines()[0]}")
         return Ready(graph.replay)
 
     def round(self, contenders: Mapping[str, Run]) -> dict[str, float]:

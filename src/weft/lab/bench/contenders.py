@@ -1,11 +1,11 @@
-"""Who is timed beside Weft, and whether their results are right: no contender with other results gets a time.
+"""Contenders that are timed against Weft, and the check of their results: wrong results get no time.
 
-- `eager` and `compile`: the same maths in plain PyTorch: the chain that its family has, or else the op's own reference.
-- `torch`, `deepgemm` and `fa`: kernels of PyTorch, DeepGEMM and FlashAttention, which Weft's own functions call where
-  `engine=` says so.
-- `liger` and `te`: the functions of Liger-Kernel and TransformerEngine, by the two tables below.
+- `eager` and `compile`: the same maths in plain PyTorch: the chain of the op's family, or else the op's reference.
+- `torch`, `deepgemm` and `fa`: kernels of PyTorch, DeepGEMM and FlashAttention, which Weft's own functions call with
+  `engine=`.
+- `liger` and `te`: functions of Liger-Kernel and TransformerEngine, from the two tables below.
 
-What is not installed, lacks an option or fails is left out, with the reason in words.
+A contender that is not installed, lacks an option or fails is left out, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NAMES = ("eager", "compile", "torch", "liger", "te", "deepgemm", "fa")
 
 
 class Lacks(Exception):
-    """Why a contender is left out."""
+    """Reason that a contender is left out."""
 
 
 class Contender(NamedTuple):
-    """One that is ready to run on a call's inputs."""
+    """A contender ready to run on a call's inputs."""
 
     run: Run
-    truth: Run  # what its results are compared with
+    truth: Run  # computes the results that its own are compared with
 
 
 Prepare = Callable[[Call], Contender]
 
 
 def contender(name: str, workload: Workload) -> Prepare:
-    """Prepares calls of a workload for a contender. Raises `Lacks` if it cannot take part."""
+    """Return the function that prepares calls of a workload for a contender. Raise `Lacks` if it cannot take part."""
     key = workload.op, workload.options
     if name == "weft":
         return lambda call: Contender(call, reference(call))
@@ -55,7 +55,7 @@ def contender(name: str, workload: Workload) -> Prepare:
         return _Compiled(key)
     if name in ENGINES:
         if workload.op not in ENGINES[name].ops:
-            raise Lacks(f"{ENGINES[name].title} is not behind engine= of {workload.op}")
+            raise Lacks(f"{ENGINES[name].title} is not an engine of {workload.op}")
         return lambda call: _by_engine(ENGINES[name], call)
     peer = PEERS[name]
     if not any(importlib.util.find_spec(module) for module in peer.modules):
@@ -69,7 +69,7 @@ def contender(name: str, workload: Workload) -> Prepare:
 
 
 def reference(call: Call) -> Run:
-    """The op's definition in plain PyTorch: what a result is compared with."""
+    """Return a run of the op's definition in plain PyTorch, with which results are compared."""
 
     def run() -> Any:
         with backend("reference"):
@@ -87,7 +87,7 @@ def _eager(key: tuple[str, str], call: Call) -> Contender:
 
 
 class _Compiled:
-    """The chain or the reference by torch.compile, one graph for all copies of the inputs."""
+    """The chain or the reference under torch.compile, one graph for all copies of the inputs."""
 
     def __init__(self, key: tuple[str, str]) -> None:
         torch._dynamo.reset()
@@ -113,7 +113,7 @@ class _Compiled:
 
 
 def reached(call: Call) -> list[tuple[Op[Any, Any], Any]]:
-    """The ops that a call reaches, each with its arguments."""
+    """Return the ops that a call reaches, each with its arguments."""
     seen: list[tuple[Op[Any, Any], Any]] = []
     original = Op.__call__
 
@@ -130,8 +130,7 @@ def reached(call: Call) -> list[tuple[Op[Any, Any], Any]]:
 
 
 class Engines(NamedTuple):
-    """A library that Weft's functions call: for which ops, and by which names, of which the first that takes a call
-    runs."""
+    """A library that Weft calls: for which ops, and its engine names, of which the first that accepts a call runs."""
 
     title: str
     ops: tuple[str, ...]
@@ -148,20 +147,20 @@ ENGINES = {
 def _by_engine(engines: Engines, call: Call) -> Contender:
     problems = []
     for name in engines.names:
-        insisting = call.with_(engine=name)
+        with_engine = call.with_(engine=name)
         try:
-            insisting()
+            with_engine()
         except (ImportError, RuntimeError, ValueError) as error:
             problems.append(str(error).splitlines()[0].partition(": leave out")[0])
         else:
-            return Contender(insisting, reference(call))
+            return Contender(with_engine, reference(call))
     raise Lacks("; ".join(problems))
 
 
 # ---- Liger-Kernel and TransformerEngine -------------------------------------------------------------------
 
 Adapter = Callable[[Call], Run]
-"""Of a call of Weft's function: the peer's call with the same results, on the same inputs."""
+"""Function of a Weft call that returns the peer's call with the same results, on the same inputs."""
 
 
 class Peer(NamedTuple):
@@ -200,7 +199,7 @@ def _liger_layer_norm(call: Call) -> Run:
 
 
 def _liger_norm_backward(call: Call) -> Run:
-    """The graph of one forward, walked again and again. `in_place` would overwrite dy."""
+    """Walk the graph of one forward repeatedly. `in_place` would overwrite dy."""
     x, weight = (call[name].detach().requires_grad_() for name in ("h", "weight"))
     offset, function = call["weight_offset"], _liger("rms_norm").LigerRMSNormFunction
     with torch.enable_grad():
@@ -261,7 +260,7 @@ def _te_swiglu(call: Call) -> Run:
 
 
 def _te_cross_entropy(call: Call) -> Run:
-    """It takes sequences in a batch; the arguments after the target are label_smoothing and reduce_loss."""
+    """Call it on a batch of sequences; the arguments after the target are label_smoothing and reduce_loss."""
     logits, target, function = call["logits"][None], call["target"][None], _te().parallel_cross_entropy
     return lambda: function(logits, target, 0.0, True)
 
@@ -288,9 +287,9 @@ def _te_mx(call: Call) -> Run:
     return lambda: quantizer.quantize(call["x"])
 
 
-# Liger at 0.8.5, run on a CPU. TransformerEngine by docs/api/pytorch.rst at commit 007b477 of NVIDIA/TransformerEngine
-# and the sources that it names: tested with stand-ins, never run. Its backwards free what they saved and can't be
-# walked twice, and its moe_permute makes the row map each time: neither is timed.
+# Liger at 0.8.5, run on a CPU. TransformerEngine as in docs/api/pytorch.rst at commit 007b477 of
+# NVIDIA/TransformerEngine and the sources it names: tested with stand-ins, never run. Its backwards free saved tensors
+# and can't be walked twice, and its moe_permute makes the row map each time: neither is timed.
 PEERS: dict[str, Peer] = {
     "liger": Peer(
         "Liger-Kernel",
@@ -328,28 +327,28 @@ PEERS: dict[str, Peer] = {
 }
 
 
-# ---- right or wrong ---------------------------------------------------------------------------------------
+# ---- comparison of results --------------------------------------------------------------------------------
 
 
 def numbers(result: Any) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors of a result as numbers, each with whether it has few bits: codes, or what codes stand for."""
+    """Yield a result's tensors as fp32 values, each with whether it has few bits (codes or decoded codes)."""
     if isinstance(result, QTensor):
         yield result.dequantize().float(), True
     elif isinstance(result, Tensor):
-        known = type(result) is Tensor
-        yield (result if known else result.dequantize()).float(), not known or result.element_size() == 1
+        plain = type(result) is Tensor
+        yield (result if plain else result.dequantize()).float(), not plain or result.element_size() == 1
     elif isinstance(result, (tuple, list)):
         for part in result:
             yield from numbers(part)
 
 
-def difference(found: Any, truth: Any) -> str | None:
-    """How results differ by more than roundings, or None. Roundings are of bf16, and where results have few bits one
-    step of FP8; one number in a thousand may be further off, since a rounding before the last may go either way."""
-    mine, theirs = list(numbers(found)), list(numbers(truth))
-    if [one.shape for one, _ in mine] != [one.shape for one, _ in theirs]:
-        return f"other results: {_shapes(mine)} where {_shapes(theirs)} are wanted"
-    for (one, _), (other, few_bits) in zip(mine, theirs, strict=True):
+def difference(result: Any, truth: Any) -> str | None:
+    """Return how results differ by more than roundings, or None. Roundings are bf16's, or one FP8 step for results with
+    few bits; one element in a thousand may be further off, since an earlier rounding may go either way."""
+    ours, theirs = list(numbers(result)), list(numbers(truth))
+    if [one.shape for one, _ in ours] != [one.shape for one, _ in theirs]:
+        return f"other results: {_shapes(ours)} where {_shapes(theirs)} are wanted"
+    for (one, _), (other, few_bits) in zip(ours, theirs, strict=True):
         finite = other.nan_to_num(0.0, 0.0, 0.0).abs()
         size = float(finite.amax()) if other.numel() else 0.0
         near = torch.isclose(one, other, rtol=0.13 if few_bits else 0.02, atol=1e-2 * size, equal_nan=True)

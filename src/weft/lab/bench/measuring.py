@@ -1,4 +1,4 @@
-"""A workload measured: Weft and its contenders in turn, beside a copy of as many bytes and the best product here."""
+"""Measure a workload: Weft, its contenders, a copy of as many bytes and the device's fastest product, in turn."""
 
 from __future__ import annotations
 
@@ -25,100 +25,110 @@ from ..traffic import rows_within
 from .clocks import Run, Times, clock_of, timed
 from .contenders import Lacks, contender, difference
 
-SCHEMA = 2  # of the JSON; raised when a field changes its meaning
-SIDE = 1024  # of the square matrices whose product is timed beside a workload on a CPU
+SCHEMA = 2  # of the JSON; incremented when the meaning of a field changes
+SIDE = 1024  # of the square matrices whose product is timed along with a workload on a CPU
 SIDE_ON_GPU = 8192
 BY_ELEMENT = {"bf16": "bf16", "fp8": "fp8-row", "int8": "int8-row", "fp4": "nvfp4"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How workloads are measured."""
+    """Settings of a measurement."""
 
     device: torch.device
     against: tuple[str, ...]
     rounds: int
-    most: float  # MB that a workload may have to move; larger ones get fewer rows
+    most: float  # shrink workloads that move more MB than this
 
 
 @dataclass(frozen=True)
 class Row:
-    """A workload, measured."""
+    """A measured workload."""
 
     op: str
     workload: str
     rows: int
-    bytes: int  # the least that must move
+    bytes: int  # minimum to move
     flops: int | None
-    product: str | None  # what is multiplied in the product that is timed beside it
+    product: str | None  # formats of the product that is timed along with it
     product_flops: int
-    times: dict[str, Times]  # of weft and the contenders, of a `copy` of as many bytes, and of the `product`
-    memory: dict[str, int]  # the most bytes that weft and the contenders allocate, counted
+    times: dict[str, Times]  # of weft, the contenders, a `copy` of as many bytes, and the `product`
+    memory: dict[str, int]  # peak bytes that weft and the contenders allocate, counted
     left_out: dict[str, str]  # contenders without a time, and why
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Row:
-        """From a report."""
+        """Read a row of a report."""
         times = {name: Times(**values) for name, values in stored["times"].items()}
         return cls(**{**stored, "times": times})
 
     def ratio(self, other: str) -> float | None:
-        """How many times as fast as another contender."""
+        """Return the speedup over another contender."""
         if other not in self.times or "weft" not in self.times:
             return None
         return self.times[other].p50 / self.times["weft"].p50
 
     def bandwidth(self) -> float | None:
-        """GB/s, of the least bytes."""
+        """Return GB/s, counting the minimum of bytes to move."""
         return self.bytes / self.times["weft"].p50 / 1e6 if "weft" in self.times else None
 
     def tflops(self, of: str = "weft") -> float | None:
         return self.flops / self.times[of].p50 / 1e9 if self.flops and of in self.times else None
 
     def share_of_product(self) -> float | None:
-        """Of the best product's rate."""
+        """Return the TFLOPS as a share of the best product's."""
         ours = self.tflops()
         return None if ours is None else ours / (self.product_flops / self.times["product"].p50 / 1e9)
 
 
 @torch.no_grad()
-def measure(named: Workload, settings: Settings) -> Row:
-    """A workload by its own name, with fewer rows if it would move too much."""
-    workload = named
+def measure(original: Workload, settings: Settings) -> Row:
+    """Measure a workload under its own name, with fewer rows if it would move too many bytes."""
+    workload = original
     if math.isfinite(settings.most):
         rows = rows_within(workload, int(settings.most * 1e6))
-        # Blocks of 128 rows are whole, as in the workload itself: plain PyTorch has no other.
+        # Keep blocks of 128 rows complete, as in the workload itself: plain PyTorch supports no others.
         workload = replace(workload, rows=rows - rows % 128 if 128 < rows < workload.rows else rows)
     device, clock = settings.device, clock_of(settings.device)
-    least, flops = workload.least_bytes(), flops_of(workload)
+    least_bytes, flops = workload.least_bytes(), flops_of(workload)
     first = workload.make().to(device)
-    calls = [first, *(copy.deepcopy(first) for _ in range(clock.copies(least) - 1))]
+    calls = [first, *(copy.deepcopy(first) for _ in range(clock.copies(least_bytes) - 1))]
     runs: dict[str, list[Run]] = {}
-    left: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     memory: dict[str, int] = {}
     for name in ("weft", *settings.against):
         try:
             runs[name] = _judged(name, workload, calls)
             memory[name] = clock.extra_memory(runs[name][0])
         except Exception as error:
-            left[name] = _reason(error)
+            left_out[name] = _reason(error)
             runs.pop(name, None)
-    contest = dict(runs)
-    source = torch.ones(max(least // 2, 1), dtype=torch.uint8, device=device)
-    contest["copy"] = [source.clone] * len(calls)
+    timed_runs = dict(runs)
+    source = torch.ones(max(least_bytes // 2, 1), dtype=torch.uint8, device=device)
+    timed_runs["copy"] = [source.clone] * len(calls)
     pair, side = None, 0
     if flops:
         pair, side, run = best_product(element_of(workload), device)
-        contest["product"] = [run] * len(calls)
-    times, notes = timed(clock, contest, settings.rounds)
+        timed_runs["product"] = [run] * len(calls)
+    times, notes = timed(clock, timed_runs, settings.rounds)
     return Row(
-        workload.op, str(named), workload.rows, least, flops, pair, 2 * side**3, times, memory, left, notes
+        workload.op,
+        str(original),
+        workload.rows,
+        least_bytes,
+        flops,
+        pair,
+        2 * side**3,
+        times,
+        memory,
+        left_out,
+        notes,
     )
 
 
 def _judged(name: str, workload: Workload, calls: Sequence[Call]) -> list[Run]:
-    """The runs of a contender, one for each copy of the inputs, if its results are right."""
+    """Return a contender's runs, one for each copy of the inputs, if its results are right."""
     prepare = contender(name, workload)
     prepared = [prepare(call) for call in calls]
     wrong = difference(prepared[0].run(), prepared[0].truth())
@@ -137,31 +147,31 @@ def _reason(error: Exception) -> str:
 
 @functools.lru_cache
 def best_product(element: str, device: torch.device) -> tuple[str, int, Run]:
-    """(what is multiplied, the side of the squares, the product): the fastest of PyTorch's with these elements, or with
-    wider ones if that is faster on this device."""
+    """Return (formats, the side of the squares, the product) of PyTorch's fastest product with these elements. Wider
+    elements count too if they are faster on this device."""
     clock, side = clock_of(device), SIDE_ON_GPU if device.type == "cuda" else SIDE
-    found = {name: [run] for name, run in products_of_torch(element, side, device).items()}
-    times, _ = timed(clock, found, 5)
+    runs = {name: [run] for name, run in products_of_torch(element, side, device).items()}
+    times, _ = timed(clock, runs, 5)
     best = min(times, key=lambda name: times[name].p50)
-    return best, side, found[best][0]
+    return best, side, runs[best][0]
 
 
 def products_of_torch(element: str, side: int, device: torch.device) -> dict[str, Run]:
-    """Return PyTorch's products of square matrices: with these elements if it has such, and with wider ones."""
-    found = {}
+    """Return PyTorch's products of square matrices: with these elements if it supports them, and with wider ones."""
+    runs = {}
     for pair in dict.fromkeys((BY_ELEMENT[element], "bf16", "fp32")):
         workload = product_workload(pair, side, side, side)
-        name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or what is behind engine=
+        name = "eager" if pair in ("bf16", "fp32") else "torch"  # torch.matmul, or the library behind engine=
         with suppress(Lacks):
-            found[pair] = contender(name, workload)(workload.make().to(device)).run
-    return found
+            runs[pair] = contender(name, workload)(workload.make().to(device)).run
+    return runs
 
 
 # ---- the report -------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], settings: Settings, **more: Any) -> dict[str, Any]:
-    """Versioned, with what a reader has to know of the machine."""
+    """Return a versioned report, with the facts about the machine that a reader needs."""
     return {
         "report": "weft bench",
         "schema": SCHEMA,
@@ -171,7 +181,7 @@ def report(rows: Sequence[Row], settings: Settings, **more: Any) -> dict[str, An
         "triton": version("triton"),
         "device": str(settings.device),
         "machine": machine(settings.device),
-        "load": round(os.getloadavg()[0], 2),  # of the machine, when the run was over
+        "load": round(os.getloadavg()[0], 2),  # of the machine at the end of the run
         "rounds": settings.rounds,
         "most": settings.most,
         "rows": [asdict(row) for row in rows],
@@ -182,15 +192,15 @@ def report(rows: Sequence[Row], settings: Settings, **more: Any) -> dict[str, An
 def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    name, wide = platform.processor() or platform.machine(), ""
+    name, features = platform.processor() or platform.machine(), ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 name = value.strip()
             elif key.strip() == "flags":
-                known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-                wide = ", ".join(one for one in known if one in value.split())
+                extensions = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+                features = ", ".join(extension for extension in extensions if extension in value.split())
     except OSError:
         pass
-    return f"{name}, {torch.get_num_threads()} threads" + (f", {wide}" if wide else "")
+    return f"{name}, {torch.get_num_threads()} threads" + (f", {features}" if features else "")

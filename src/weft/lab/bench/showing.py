@@ -1,5 +1,4 @@
-"""What was measured, for a reader: tables for a terminal and for a page, geometric means, a picture, two reports
-compared."""
+"""Show measurements: tables for terminals and pages, geometric means, a picture, a comparison of two reports."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from .clocks import Times
 from .contenders import NAMES
 from .measuring import SCHEMA, Row
 
-NOISE = 0.05  # below this change of a median nothing is concluded, whatever the spread
+NOISE = 0.05  # smaller changes of a median are ignored, whatever the spread
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def seen(rows: Sequence[Row]) -> list[str]:
-    """The contenders that have a time somewhere."""
+    """Return the contenders that have a time somewhere."""
     return [name for name in NAMES if any(row.ratio(name) is not None for row in rows)]
 
 
@@ -38,7 +37,7 @@ def geometric_mean(ratios: Iterable[float | None]) -> float | None:
 
 
 def means(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of how many times as fast as each contender: over all rows, and by op."""
+    """Return geometric means of the speedup over each contender: over all rows, and by op."""
     contenders = seen(rows)
     ops = dict.fromkeys(row.op for row in rows)
     return {
@@ -61,17 +60,17 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _twice(value: float | None) -> str:
+def _speedup(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 FIGURES = ("ms", "p20, p80", "GB/s", "of copy", "TFLOPS", "of mm", "MB")
-"""Of Weft: the median and percentiles of its time, the least bytes and the products by it, also as shares of the rates
-of a copy and of the best product in the same rounds, and the most memory that it allocates."""
+"""Weft's median time and percentiles, its rates for the minimum of bytes and for products, also as shares of the rates
+of a copy and of the best product in the same rounds, and the peak memory that it allocates."""
 
 
 def figures(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Headings, and a line for each row about Weft alone."""
+    """Yield headings, and a line for each row about Weft alone."""
     yield ["workload", *FIGURES]
     for row in rows:
         ours, bandwidth = row.times.get("weft"), row.bandwidth()
@@ -88,18 +87,18 @@ def figures(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def ratios(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Headings, a line for each row about Weft beside others, and the geometric means."""
+    """Yield headings, a line for each row about Weft against others, and the geometric means."""
     contenders = seen(rows)
     yield ["workload", *(f"x {name}" for name in contenders), *(f"{name}, MB" for name in contenders)]
     for row in rows:
         memory = (f"{row.memory[name] / 1e6:.3g}" if name in row.memory else "-" for name in contenders)
-        yield [row.workload, *(_twice(row.ratio(name)) for name in contenders), *memory]
+        yield [row.workload, *(_speedup(row.ratio(name)) for name in contenders), *memory]
     over_all = means(rows)["all"]
-    yield ["geometric mean", *(_twice(over_all[name]) for name in contenders), *[""] * len(contenders)]
+    yield ["geometric mean", *(_speedup(over_all[name]) for name in contenders), *[""] * len(contenders)]
 
 
 def joined(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Both in one, for a page."""
+    """Yield the lines of both tables joined, for a page."""
     left, right = list(figures(rows)), list(ratios(rows))
     left.append(["geometric mean", *[""] * len(FIGURES)])
     for one, other in zip(left, right, strict=True):
@@ -115,13 +114,13 @@ def markdown(lines: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def worst(rows: Sequence[Row], contender: str, count: int = 3) -> list[Row]:
-    """The rows in which a contender is fastest beside Weft, that one first."""
-    found = [(ratio, row) for row in rows if (ratio := row.ratio(contender)) is not None]
-    return [row for _, row in sorted(found, key=lambda one: one[0])[:count]]
+    """Return the rows in which a contender is fastest relative to Weft, starting with the fastest."""
+    matches = [(ratio, row) for row in rows if (ratio := row.ratio(contender)) is not None]
+    return [row for _, row in sorted(matches, key=lambda one: one[0])[:count]]
 
 
 def page(report: dict[str, Any]) -> Iterator[str]:
-    """What docs/bench.md says of the run that is committed; `weft bench show FILE --format markdown` prints it."""
+    """Yield docs/bench.md's section on the committed run, as `weft bench show FILE --format markdown` prints it."""
     rows, over_all = report["rows"], means(report["rows"])["all"]
     yield "<!-- made: weft bench show docs/runs/bench.json --format markdown -->"
     yield f"{report['machine']}; {report['date'][:10]}, torch {report['torch']}, triton {report['triton']}, Weft"
@@ -144,12 +143,12 @@ def page(report: dict[str, Any]) -> Iterator[str]:
 
 
 def reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why contenders have no time, and what else has to be known of rows: each reason once."""
-    told: dict[tuple[str, str], list[str]] = {}
+    """Yield why contenders have no time, and the notes on rows: each reason once."""
+    ops_by_reason: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, reason in (*row.left_out.items(), *row.notes.items()):
-            told.setdefault((name, reason), []).append(row.op)
-    for (name, reason), ops in told.items():
+            ops_by_reason.setdefault((name, reason), []).append(row.op)
+    for (name, reason), ops in ops_by_reason.items():
         where = ops[0] if len(ops) == 1 else f"{len(ops)} workloads"
         yield f"{name}, {where}: {reason}"
 
@@ -162,7 +161,7 @@ def title_of(report: dict[str, Any]) -> str:
 
 
 def products_table(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """TFLOPS of each contender in products."""
+    """Yield the TFLOPS of each contender in products."""
     contenders = ["weft", *seen(rows)]
     yield ["m x n x k", "formats", *(f"{name}, TFLOPS" for name in contenders), "of product"]
     for row in rows:
@@ -171,15 +170,15 @@ def products_table(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [name, pair, *rates, _percent(row.share_of_product())]
 
 
-# ---- a picture --------------------------------------------------------------------------------------------
+# ---- plot -------------------------------------------------------------------------------------------------
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """How many times as fast as each contender, by op, on a logarithmic axis; needs matplotlib."""
+    """Plot the speedup over each contender, by op, on a logarithmic axis; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same picture of the same report
+    matplotlib.rcParams["svg.hashsalt"] = "weft"  # equal reports give equal files
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -189,15 +188,17 @@ def plot(report: dict[str, Any], path: Path) -> None:
     order = sorted(by_op, key=lambda op: (by_op[op][main] is not None, by_op[op][main] or 0.0))
     figure = Figure(figsize=(8, 1.4 + 0.24 * len(order)), layout="constrained")
     axes = figure.add_subplot()
-    colours = ("#9aa3ad", "#3f51b5", "#e08214", "#1b7837", "#b2182b", "#762a83", "#35978f")
-    for name, colour in zip(contenders, colours, strict=False):
+    colors = ("#9aa3ad", "#3f51b5", "#e08214", "#1b7837", "#b2182b", "#762a83", "#35978f")
+    for name, color in zip(contenders, colors, strict=False):
         measured = [op for op in order if by_op[op][name] is not None]
-        values, places = [by_op[op][name] for op in measured], [order.index(op) for op in measured]
-        axes.scatter(values, places, s=34, color=colour, label=name, zorder=3)
-    for at, op in enumerate(order):
+        values, positions = [by_op[op][name] for op in measured], [order.index(op) for op in measured]
+        axes.scatter(values, positions, s=34, color=color, label=name, zorder=3)
+    for position, op in enumerate(order):
         ratios_of = [value for value in by_op[op].values() if value is not None]
         if ratios_of:
-            axes.plot([min(ratios_of), max(ratios_of)], [at, at], color="#d5d9de", linewidth=1, zorder=1)
+            axes.plot(
+                [min(ratios_of), max(ratios_of)], [position, position], color="#d5d9de", linewidth=1, zorder=1
+            )
     axes.axvline(1.0, color="#333333", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -218,16 +219,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def verdict(before: Times, after: Times) -> str:
-    """What the change of a median means beside the spread of both."""
+    """Return what the change of a median means in view of the spread of both."""
     change = after.p50 / before.p50 - 1
-    apart = after.p20 > before.p80 or after.p80 < before.p20
-    if abs(change) < NOISE or not apart:
+    disjoint = after.p20 > before.p80 or after.p80 < before.p20
+    if abs(change) < NOISE or not disjoint:
         return "same"
     return "slower" if change > 0 else "faster"
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Iterator[list[str]]:
-    """A line with a verdict for each workload that both reports have."""
+    """Yield a line with a verdict for each workload that both reports have."""
     yield ["workload", "before, ms", "after, ms", "change", "verdict"]
     older = {row.workload: row.times["weft"] for row in before["rows"] if "weft" in row.times}
     for row in after["rows"]:

@@ -1,1 +1,1 @@
-"""The commands that judge: verify, prove, audit, tune and report. `weft.cli` loads each when it is chosen."""
+"""The commands that judge: verify, prove, audit, tune and report. `weft.cli` loads each one on demand."""

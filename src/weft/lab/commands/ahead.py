@@ -1,4 +1,4 @@
-"""What `weft aot build` compiles: the calls of workloads, in child processes."""
+"""Collect and compile what `weft aot build` needs: the calls of workloads, in child processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...runtime import Variant, recording
 from ..compiled import Binary, compile_all
 from ..problem import Workload
 
-# Numbers of rows that a workload is called with besides its own: tile sizes depend on it in steps.
+# Row counts that a workload is called with besides its own: tile sizes depend on them in steps.
 ROWS = (1, 16, 64, 512, 4096)
 
 
 def calls_of(workloads: Iterable[Workload], target: str) -> Iterable[Callable[[], Any]]:
-    """Yield calls of workloads with several numbers of rows; those that train are also called with gradients."""
+    """Yield calls of workloads with several row counts; training workloads are also called with gradients."""
     for workload in workloads:
         for rows in sorted({*ROWS, workload.rows}):
             try:
                 with recording(target):
                     call = workload.make("meta", rows=rows)
                     call()
-            except ValueError:  # a format that the target does not multiply
+            except ValueError:  # the target cannot multiply this format
                 continue
             yield call
             if "training" in workload.tags:

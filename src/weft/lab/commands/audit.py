@@ -1,4 +1,4 @@
-"""`weft audit`: every kernel of every workload compiled for GPUs that need not be here, and what its binary holds."""
+"""`weft audit`: compile every kernel of every workload for GPUs that need not be here, and judge the binaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..families import Workload
 from ..model import BOARDS, USUAL, Bounds, Public, public_timings
 from .chosen import workloads_named
 
-SCHEMA = 2  # of the JSON; raised when a field changes its meaning
+SCHEMA = 2  # of the JSON; incremented when the meaning of a field changes
 
 
 def add_command(commands: Any) -> None:
@@ -37,28 +37,30 @@ def add_command(commands: Any) -> None:
         "audit",
         help="compile every kernel for every target and judge the binaries; no GPU is needed",
         description="Compile what every workload launches on every target, and judge the binaries: spills, float64, "
-        "shared memory, widths of accesses. The exit code is 0 if nothing is wrong. Figures are compiled or modelled, "
+        "shared memory, access widths. The exit code is 0 if nothing is wrong. Figures are compiled or modelled, "
         "none is measured.",
     )
     add_op(parser)
     parser.add_argument("--target", action="append", default=[], choices=TARGETS, help="only this target")
     add_workload(parser)
     add_workers(parser, "compilers")
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds for one kernel (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, help="limit in seconds for one kernel (%(default)s)"
+    )
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("--brief", action="store_true", help="leave single kernels out of that file")
+    parser.add_argument("--brief", action="store_true", help="leave individual kernels out of that file")
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE", help="draw the modelled times under the roofline"
     )
     parser.add_argument(
-        "--model", action="store_true", help="the time model beside published timings, and nothing else"
+        "--model", action="store_true", help="only compare the time model with published timings"
     )
     parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of a kernel, compiled for a target."""
+    """A variant of a kernel, compiled for a target."""
 
     target: str
     op: str
@@ -80,7 +82,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if a kernel does not compile or its binary holds what it should not."""
+    """Return 1 if a kernel does not compile or its binary has faults."""
     if args.model:
         Console().print(errors(public_timings()))
         return 0
@@ -98,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     rows = compiled(jobs, args.workers, args.timeout)
     seconds = time.perf_counter() - begin
-    found = summary(rows)
-    Console().print(rendered(found))
+    extremes = summary(rows)
+    Console().print(rendered(extremes))
     bad = [row for row in rows if row.faults]
     print(f"{len(rows):,} kernels, {len(bad)} with faults, {seconds:.0f} s, {args.workers} at once")
     for row in bad:
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             "kernels_compiled": len(rows),
             "seconds": round(seconds),
             "workers": args.workers,
-            "summary": [asdict(each) for each in found],
+            "summary": [asdict(each) for each in extremes],
         }
         if not args.brief:
             report["kernels"] = [as_json(row) for row in rows]
@@ -141,12 +143,12 @@ def compiled(jobs: dict[tuple[Variant, str], str], workers: int, timeout: float)
     ]
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """Of the kernels of an op on a target: the most that one has, and the fewest warps that are there at once."""
+    """Extremes over the kernels of an op on a target: highest figures, and the fewest resident warps."""
 
     op: str
     target: str
@@ -155,44 +157,44 @@ class Extremes:
     spilled: int  # bytes
     shared: int  # bytes
     warps: int
-    most_warps: int  # that a multiprocessor can hold
+    most_warps: int  # capacity of a multiprocessor
     limited_by: str
-    faults: int  # kernels that have some
+    faults: int  # kernels with faults
 
 
 def summary(rows: Sequence[Row]) -> list[Extremes]:
-    """For each op and target."""
-    found = []
+    """Return the extremes for each op and target."""
+    extremes = []
     for op in dict.fromkeys(row.op for row in rows):
         for target in dict.fromkeys(row.target for row in rows):
-            of_both = [row for row in rows if (row.op, row.target) == (op, target)]
-            binaries = [row.result for row in of_both if isinstance(row.result, Binary)]
-            if not of_both:
+            selected = [row for row in rows if (row.op, row.target) == (op, target)]
+            binaries = [row.result for row in selected if isinstance(row.result, Binary)]
+            if not selected:
                 continue
-            occupancies = [row.occupancy for row in of_both if row.occupancy]
-            least = min(occupancies, key=lambda o: o.share, default=None)
-            found.append(
+            occupancies = [row.occupancy for row in selected if row.occupancy]
+            lowest = min(occupancies, key=lambda o: o.share, default=None)
+            extremes.append(
                 Extremes(
                     op=op,
                     target=target,
-                    kernels=len(of_both),
+                    kernels=len(selected),
                     registers=max((b.registers for b in binaries), default=0),
                     spilled=max((b.spill_bytes if b.stack else 0 for b in binaries), default=0),
                     shared=max((b.shared for b in binaries), default=0),
-                    warps=least.warps if least else 0,
-                    most_warps=least.most_warps if least else 1,
-                    limited_by=least.limited_by if least else "not compiled",
-                    faults=sum(bool(row.faults) for row in of_both),
+                    warps=lowest.warps if lowest else 0,
+                    most_warps=lowest.most_warps if lowest else 1,
+                    limited_by=lowest.limited_by if lowest else "not compiled",
+                    faults=sum(bool(row.faults) for row in selected),
                 )
             )
-    return found
+    return extremes
 
 
-def rendered(found: Sequence[Extremes]) -> Figures:
+def rendered(extremes: Sequence[Extremes]) -> Figures:
     lines: list[list[str | Text]] = [
         ["op, target", "kernels", "registers", "spills", "shared", "warps", "limit", "faults"]
     ]
-    for each in found:
+    for each in extremes:
         lines.append(
             [
                 f"{each.op}, {each.target}",
@@ -208,12 +210,12 @@ def rendered(found: Sequence[Extremes]) -> Figures:
     return Figures(
         lines,
         title="Kernels as compiled, none measured",
-        caption="the most of a kernel: registers, bytes spilled, KiB shared; the fewest warps at once, and why",
+        caption="maxima over kernels: registers, bytes spilled, KiB shared; the fewest resident warps, and why",
     )
 
 
 def tensor_instructions(binary: Binary) -> int:
-    """Instructions of matrix units in a binary."""
+    """Return how many instructions of matrix units a binary has."""
     return binary.count(r"HMMA|IMMA|QMMA|OMMA|[HQI]GMMA|UTC\w*MMA|v_mfma|v_wmma")
 
 
@@ -240,7 +242,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def expectations(workloads: Sequence[Workload], targets: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The time of each workload on the usual board of each target, modelled."""
+    """Yield the modelled time of each workload on the usual board of each target."""
     for workload in workloads:
         bounds = Bounds.of(workload)
         for target in (target for target in targets if target in USUAL and workload.runs_on(target)):
@@ -256,8 +258,7 @@ def expectations(workloads: Sequence[Workload], targets: Sequence[str]) -> Itera
 
 
 def draw(expected: Sequence[dict[str, Any]], file: Path) -> None:
-    """Products of workloads under the roofs of the boards that stand for targets: how fast they may be at best by the
-    model, beside how many operations a byte that must move has."""
+    """Draw products under the rooflines of the targets' boards: modelled TFLOPS over FLOPs per byte to move."""
     from matplotlib.figure import Figure
 
     boards = list(dict.fromkeys(each["board"] for each in expected))
@@ -286,7 +287,7 @@ def draw(expected: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def errors(timings: Sequence[Public]) -> Figures:
-    """Return the model beside what others have measured."""
+    """Return the model compared with published timings."""
     near = f"median error {median(abs(timing.error) for timing in timings):.0%} of {len(timings)} rows"
     lines = [["what, board, source", "measured", "modelled", "error"]]
     for timing in timings:

@@ -1,13 +1,12 @@
-"""`weft report evidence`: the reports of other commands as Markdown, and the pages that show them.
+"""`weft report evidence`: print the reports of other commands as Markdown, and renew the pages that show them.
 
-A page names a report between two comments, which belong to it:
+A page names a report between two comments that enclose its table:
 
     <!-- evidence: runs/audit.json -->
     (the table)
     <!-- end of evidence -->
 
-`weft report evidence PAGE.md` writes the table anew from the report; a test of this repository fails where they
-differ.
+`weft report evidence PAGE.md` rewrites the table from the report; a test of this repository fails where they differ.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ...cli.screen import Refused
 from .prove import HEADINGS, summary
 from .reports import read_report
 
-_PLACE = re.compile(r"(<!-- evidence: (?P<report>\S+) -->\n).*?(<!-- end of evidence -->)", re.DOTALL)
+_MARKERS = re.compile(r"(<!-- evidence: (?P<report>\S+) -->\n).*?(<!-- end of evidence -->)", re.DOTALL)
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "evidence",
         help="print reports as Markdown tables, and renew the pages that show them",
-        description="Print the JSON reports of other commands as Markdown; write the tables of Markdown pages anew "
+        description="Print the JSON reports of other commands as Markdown; rewrite the tables of Markdown pages "
         "from the reports that they name.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="reports (.json), or pages (.md)")
@@ -37,7 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or renew the files, or refuse one that is no report and no page."""
+    """Print or renew the files, or refuse one that is neither a report nor a page."""
     for file in args.files:
         if file.suffix != ".md":
             print(markdown(read(file)))
@@ -55,12 +54,12 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def renewed(page: Path) -> str:
-    """The text of a page with the tables of the reports that it names, whose paths are relative to it."""
+    """Return the text of a page with renewed tables; the report paths in it are relative to the page."""
 
     def table(match: re.Match[str]) -> str:
         return match[1] + "\n" + markdown(read(page.parent / match["report"])) + "\n\n" + match[3]
 
-    return _PLACE.sub(table, page.read_text())
+    return _MARKERS.sub(table, page.read_text())
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -71,36 +70,36 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1) -> str:
-    """The first columns, `texts` of them, are words; the others are numbers."""
+    """Return a Markdown table whose first `texts` columns are text and whose others are figures."""
     rule = ["---"] * texts + ["---:"] * (len(headings) - texts)
     lines = [headings, rule, *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _audit(report: dict[str, Any]) -> str:
-    """A row for each op: the extremes over all targets."""
+    """Return a row for each op: the extremes over all targets."""
 
-    def registers(found: list[dict[str, Any]], vendor: str) -> int | str:
-        return max((each["registers"] for each in found if each["target"].startswith(vendor)), default="-")
+    def registers(selected: list[dict[str, Any]], vendor: str) -> int | str:
+        return max((each["registers"] for each in selected if each["target"].startswith(vendor)), default="-")
 
     rows = []
     for op in dict.fromkeys(each["op"] for each in report["summary"]):
-        found = [each for each in report["summary"] if each["op"] == op]
-        least = min(found, key=lambda each: each["warps"] / each["most_warps"])
+        selected = [each for each in report["summary"] if each["op"] == op]
+        lowest = min(selected, key=lambda each: each["warps"] / each["most_warps"])
         rows.append(
             (
                 f"`{op}`",
-                sum(each["kernels"] for each in found),
-                registers(found, "sm_"),
-                registers(found, "gfx"),
-                max(each["spilled"] for each in found),
-                f"{max(each['shared'] for each in found) / 1024:.0f}",
-                f"{least['warps']}/{least['most_warps']} ({least['target']}, {least['limited_by']})",
-                sum(each["faults"] for each in found),
+                sum(each["kernels"] for each in selected),
+                registers(selected, "sm_"),
+                registers(selected, "gfx"),
+                max(each["spilled"] for each in selected),
+                f"{max(each['shared'] for each in selected) / 1024:.0f}",
+                f"{lowest['warps']}/{lowest['most_warps']} ({lowest['target']}, {lowest['limited_by']})",
+                sum(each["faults"] for each in selected),
             )
         )
     targets = list(dict.fromkeys(each["target"] for each in report["summary"]))
-    said = (
+    heading = (
         f"{report['date'][:10]}, Weft {report['weft']}, Triton {report['triton']}: {report['kernels_compiled']:,} "
         f"kernels for {', '.join(targets)}, {sum(each['faults'] for each in report['summary'])} with faults."
     )
@@ -114,11 +113,11 @@ def _audit(report: dict[str, Any]) -> str:
         "fewest warps",
         "faults",
     )
-    return f"{said}\n\n{_table(headings, rows)}"
+    return f"{heading}\n\n{_table(headings, rows)}"
 
 
 def _verify(report: dict[str, Any]) -> str:
-    """A row for each op, a column for each check: how many passed."""
+    """Return a row for each op, a column for each check: how many passed."""
     verdicts = report["verdicts"]
     checks = list(dict.fromkeys(v["check"] for v in verdicts if v["outcome"] != "not applicable"))
 
@@ -129,29 +128,29 @@ def _verify(report: dict[str, Any]) -> str:
 
     ops = dict.fromkeys(v["op"] for v in verdicts)
     rows = [(f"`{op}`", *(cell(op, check) for check in checks)) for op in ops]
-    said = (
+    heading = (
         f"{report['date'][:10]}, on {report['subject']}: {report['passed']} checks passed, {report['failed']} failed, "
         f"{report['seconds']:.0f} s."
     )
-    return f"{said}\n\n{_table(('op', *(check.replace('_', ' ') for check in checks)), rows)}"
+    return f"{heading}\n\n{_table(('op', *(check.replace('_', ' ') for check in checks)), rows)}"
 
 
 def _prove(report: dict[str, Any]) -> str:
-    """A row for each op; the columns are those that the command shows."""
+    """Return a row for each op; the columns are those that the command shows."""
     rows = summary(report)
-    told = report["workloads"]
-    regions = sum(each["regions"] for each in told)
+    records = report["workloads"]
+    regions = sum(each["regions"] for each in records)
     accesses, launches, proven, counterexamples, unknown = (
         sum(row[name] for row in rows)
         for name in ("accesses", "launches", "proven", "counterexample", "unknown")
     )
-    said = (
-        f"{report['date'][:10]}, Weft {report['weft']}, kernels as compiled for {report['target']}: {len(told)} "
+    heading = (
+        f"{report['date'][:10]}, Weft {report['weft']}, kernels as compiled for {report['target']}: {len(records)} "
         f"workloads, {accesses:,} accesses of {launches:,} launches in {regions:,} regions of sizes; {proven:,} "
         f"obligations proven, {counterexamples} with a counterexample, {unknown} unknown."
     )
     cells = [(f"`{row['op']}`", *(row[name] for name in HEADINGS if name != "op")) for row in rows]
-    return f"{said}\n\n{_table(list(HEADINGS.values()), cells)}"
+    return f"{heading}\n\n{_table(list(HEADINGS.values()), cells)}"
 
 
 def _cold_start(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`weft prove`: that kernels stay inside of their tensors, for all sizes at once, or sizes for which they do not."""
+"""`weft prove`: prove that kernels stay inside their tensors for all sizes, or find sizes for which they do not."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .reports import read_report
 if TYPE_CHECKING:
     from ..symbolic.proofs import Proof, Proven
 
-SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+SCHEMA = 1  # of the JSON; incremented when the meaning of a field changes
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "prove",
         help="prove launches memory-safe for whole regions of sizes",
-        description="Run the host code of ops with symbols for sizes, and have a solver prove that what is launched "
-        "stays inside of its tensors, for all sizes that take the same branches (a region), region by region. Nothing "
-        "is run on a GPU. The exit code is 0 if there is no counterexample, or with `--against` if nothing is worse "
+        description="Run the host code of ops with symbols for sizes, and have a solver prove that every launch stays "
+        "inside its tensors, for all sizes that take the same branches (a region), region by region. Nothing "
+        "runs on a GPU. The exit code is 0 if there is no counterexample, or with `--against` if nothing is worse "
         "than in that report.",
     )
     add_op(parser)
@@ -50,63 +50,63 @@ def add_command(commands: Any) -> None:
         type=at_least(1),
         default=64,
         metavar="N",
-        help="look at no more than so many ways through the host code of a workload (%(default)s)",
+        help="examine at most so many paths through the host code of a workload (%(default)s)",
     )
     add_workers(parser, "processes")
     parser.add_argument(
         "--against",
         type=Path,
         metavar="FILE",
-        help="a report of `--out`: fail where something was proven in it and is not now, or is newly refuted",
+        help="an earlier report of `--out`: fail if something proven in it no longer is, or is newly refuted",
     )
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write all answers as JSON")
     parser.add_argument(
         "--into",
         type=output_file,
         metavar="FILE",
-        help="add the answers to a report of `--out`, in place of its own for the same workloads",
+        help="add the answers to a report of `--out`, replacing its own for the same workloads",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if there is a counterexample or, beside an earlier report, less is proven than in it."""
+    """Return 1 if there is a counterexample or, compared with an earlier report, less is proven."""
     require("weft prove")
     before = read_report(args.against, ("weft prove",), SCHEMA) if args.against else None
     report = read_report(args.into, ("weft prove",), SCHEMA) if args.into else None
-    asked = {"weft": __version__, "target": args.target, "regions": args.regions}
-    for name, value in asked.items():
+    settings = {"weft": __version__, "target": args.target, "regions": args.regions}
+    for name, value in settings.items():
         if report and report[name] != value:
             raise Refused(
-                f"{args.into} has {name} {report[name]}, this run {value}: the answers do not go together"
+                f"{args.into} has {name} {report[name]}, this run has {value}: the answers cannot be merged"
             )
     begin = time.perf_counter()
-    told = _prove([str(workload) for workload in workloads(args)], args)
+    records = _prove([str(workload) for workload in workloads(args)], args)
     if before:
-        told = _again(before, told, args)
-    made = {
+        records = _retried(before, records, args)
+    document = {
         "report": "weft prove",
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **asked,
+        **settings,
         "seconds": round(time.perf_counter() - begin, 1),
-        "workloads": told,
+        "workloads": records,
     }
-    Console().print(render(made))
+    Console().print(render(document))
     if args.out:
-        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     if report:
-        args.into.write_text(json.dumps(merged(report, made), indent=1) + "\n")
-    gone = list(lost(before, made)) if before else []
-    for line in gone:
+        args.into.write_text(json.dumps(merged(report, document), indent=1) + "\n")
+    regressions = list(lost(before, document)) if before else []
+    for line in regressions:
         Console().print(Text(f"worse than in {args.against}: {line}", "red"))
     if args.against:
-        return int(bool(gone))
-    return int(any(each["verdict"] == "counterexample" for each in told))
+        return int(bool(regressions))
+    return int(any(each["verdict"] == "counterexample" for each in records))
 
 
 def workloads(args: argparse.Namespace) -> list[Workload]:
-    """Those that together launch every kernel of the ops: sizes are symbols, so that one stands for many."""
+    """Return workloads that together launch every kernel of the ops: sizes are symbols, so one stands for many."""
     from ..selection import by_kernels
 
     if args.workload:
@@ -115,43 +115,47 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def _prove(names: Sequence[str], args: argparse.Namespace, effort: int = 1) -> list[dict[str, Any]]:
-    """A record for each workload, in their order."""
-    told: dict[str, dict[str, Any]] = {}
+    """Return a record for each workload, in their order."""
+    records: dict[str, dict[str, Any]] = {}
     with Steps(len(names), "reading kernels") as steps:
         for each in _records(names, args, effort):
-            told[each["workload"]] = each
+            records[each["workload"]] = each
             steps.say(f"{each['workload']}: {each['verdict']}")
             steps.advance()
-    return [told[name] for name in names]
+    return [records[name] for name in names]
 
 
-def _again(
-    before: dict[str, Any], told: list[dict[str, Any]], args: argparse.Namespace
+def _retried(
+    before: dict[str, Any], records: list[dict[str, Any]], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The records, those that have lost something made again with more effort: a question near the solver's limit is
-    decided in one run and not in the next."""
-    asked = {"target": args.target, "regions": args.regions}
-    names = [each["workload"] for each in told if any(lost(before, {**before, **asked, "workloads": [each]}))]
-    found = {each["workload"]: each for each in _prove(names, args, effort=4)} if names else {}
-    return [found.get(each["workload"], each) for each in told]
+    """Return the records, with regressed ones remade with more effort. A question near the solver's limit is decided in
+    one run and not in the next."""
+    settings = {"target": args.target, "regions": args.regions}
+    names = [
+        each["workload"] for each in records if any(lost(before, {**before, **settings, "workloads": [each]}))
+    ]
+    retried = {each["workload"]: each for each in _prove(names, args, effort=4)} if names else {}
+    return [retried.get(each["workload"], each) for each in records]
 
 
 def _records(names: Sequence[str], args: argparse.Namespace, effort: int) -> Iterator[dict[str, Any]]:
-    """Yield a record for each workload, as they are done. Each is proven in a process of its own: what a solver was
-    asked before may change what it answers at its limit, and it does not stop for Ctrl-C."""
+    """Yield a record for each workload, as they are done. Each is proven in its own process: earlier questions may
+    change a solver's answers at its limit, and the solver does not stop for Ctrl-C."""
     with ThreadPoolExecutor(args.workers) as pool:
         try:
             with deaf_children():
-                doing = [pool.submit(_prove_apart, name, args.target, args.regions, effort) for name in names]
-            yield from (done.result() for done in as_completed(doing))
+                pending = [
+                    pool.submit(_prove_in_child, name, args.target, args.regions, effort) for name in names
+                ]
+            yield from (done.result() for done in as_completed(pending))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            kill_children()  # leaving the pool would wait for them
+            kill_children()  # leaving the pool would wait for the children
             raise
 
 
-def _prove_apart(*args: Any) -> dict[str, Any]:
-    """`prove_workload` in a new process, forked from one that has imported all and asked nothing."""
+def _prove_in_child(*args: Any) -> dict[str, Any]:
+    """Run `prove_workload` in a new process, forked from one that has imported everything and asked nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["weft.lab.symbolic.proofs"])
     with ProcessPoolExecutor(1, context) as process:
@@ -159,38 +163,42 @@ def _prove_apart(*args: Any) -> dict[str, Any]:
 
 
 def prove_workload(name: str, target: str, regions: int, effort: int = 1) -> dict[str, Any]:
-    """All that is found out about a workload, for JSON, with so many times the usual effort."""
+    """Return the record of a workload, with `effort` times the usual effort of the solver."""
     from ..symbolic.proofs import EFFORT, proven
 
     workload = next(w for w in WORKLOADS if str(w) == name)
     return record(workload, proven(workload, target, regions=regions, effort=effort * EFFORT))
 
 
-# ---- what is told ---------------------------------------------------------------------------------------
+# ---- records and reports --------------------------------------------------------------------------------
 
 
-def record(workload: Workload, found: Proven) -> dict[str, Any]:
-    """All that was found out about a workload, for JSON."""
-    contracts = found.contracts
+def record(workload: Workload, result: Proven) -> dict[str, Any]:
+    """Return everything that was proven about a workload, for JSON."""
+    contracts = result.contracts
     return {
         "op": workload.op,
         "workload": str(workload),
-        "verdict": found.verdict,
+        "verdict": result.verdict,
         "sizes": [size.name for size in contracts.sizes],
         "fixed": contracts.fixed,
         "regions": contracts.regions,
         "complete": contracts.complete,
         "gaps": contracts.gaps,
         "refused": contracts.refused,
-        "skipped": found.skipped,
-        "launches": [_launch(proof) for proof in found.proofs],
-        "seconds": round(contracts.seconds + sum(proof.report.seconds for proof in found.proofs), 1),
+        "skipped": result.skipped,
+        "launches": [_launch(proof) for proof in result.proofs],
+        "seconds": round(contracts.seconds + sum(proof.report.seconds for proof in result.proofs), 1),
     }
 
 
 def _launch(proof: Proof) -> dict[str, Any]:
     outputs = proof.outputs
-    answers = [*proof.answers, *proof.races, *(answer for found in outputs.values() for answer in found)]
+    answers = [
+        *proof.answers,
+        *proof.races,
+        *(answer for answers_of_output in outputs.values() for answer in answers_of_output),
+    ]
     return {
         "kernel": proof.case.variant.kernel,
         "regions": len(proof.case.regions),
@@ -198,14 +206,17 @@ def _launch(proof: Proof) -> dict[str, Any]:
         "accesses": sum(answer.kind == "bounds" for answer in proof.answers),
         "memory": dict(Counter(answer.verdict for answer in proof.answers)),
         "races": dict(Counter(answer.verdict for answer in proof.races)),
-        "outputs": {name: _worst([answer.verdict for answer in found]) for name, found in outputs.items()},
+        "outputs": {
+            name: _worst([answer.verdict for answer in answers_of_output])
+            for name, answers_of_output in outputs.items()
+        },
         "assumed": list(proof.report.assumed),
         "launched": list(proof.report.certificates),
         "open": [
             {
                 "kind": answer.kind,
                 "what": answer.what,
-                "place": _place(answer.place),
+                "place": _relative(answer.place),
                 "verdict": answer.verdict,
                 "why": answer.why,
                 "example": str(answer.example) if answer.example else "",
@@ -217,50 +228,50 @@ def _launch(proof: Proof) -> dict[str, Any]:
 
 
 def _worst(verdicts: Sequence[str]) -> str:
-    """What is known of an output: all, something wrong, or not enough. Nothing that was asked is no proof."""
+    """Return the verdict on an output: proven, refuted or unknown. No question asked means no proof."""
     if "counterexample" in verdicts:
         return "counterexample"
     return "proven" if verdicts and set(verdicts) == {"proven"} else "unknown"
 
 
-def _place(place: str) -> str:
-    """A line of the package."""
+def _relative(location: str) -> str:
+    """Return a source location relative to the package."""
     root = f"{Path(__file__).parents[2]}/"
-    return place.removeprefix(root)
+    return location.removeprefix(root)
 
 
 def merged(report: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Return a report with the answers of a newer one in place of its own for the same workloads, new ones last."""
+    """Return a report with the answers of a newer one replacing its own for the same workloads, new ones last."""
     answers = {each["workload"]: each for each in (*report["workloads"], *newer["workloads"])}
     seconds = round(sum(each["seconds"] for each in answers.values()), 1)
     return {**newer, "seconds": seconds, "workloads": list(answers.values())}
 
 
 def lost(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What was proven in an earlier report of the same workloads and is not now, and counterexamples that it does not
-    have. What is new was not proven before, but must not be refuted either."""
+    """Yield what an earlier report of the same workloads had proven and this one has not, and new counterexamples. New
+    obligations were not proven before, but must not be refuted either."""
     earlier = {each["workload"]: each for each in before["workloads"]}
     for each in now["workloads"]:
-        known = earlier.get(each["workload"], {"launches": [], "complete": False})
-        refuted = _open(each, "counterexample") - _open(known, "counterexample")
+        previous = earlier.get(each["workload"], {"launches": [], "complete": False})
+        refuted = _open(each, "counterexample") - _open(previous, "counterexample")
         for kernel, kind, what in refuted:
             yield f"{each['workload']}: {kernel}: {kind} of {what} has a counterexample"
         if before["target"] != now["target"]:
             continue
-        kernels = {launch["kernel"] for launch in known["launches"]}
+        kernels = {launch["kernel"] for launch in previous["launches"]}
         for kernel in sorted(kernels - {launch["kernel"] for launch in each["launches"]}):
             yield f"{each['workload']}: {kernel}, which has no contract or is not read"
-        for (kernel, kind, what), count in (_open(each) - _open(known) - refuted).items():
+        for (kernel, kind, what), count in (_open(each) - _open(previous) - refuted).items():
             if kernel in kernels:
                 yield f"{each['workload']}: {kernel}: {kind} of {what}{f', {count} times' if count > 1 else ''}"
-        for kernel, output in _no_longer_whole(known, each):
+        for kernel, output in _no_longer_covered(previous, each):
             yield f"{each['workload']}: {kernel}: that all of {output} is written"
-        if known["complete"] and not each["complete"] and before["regions"] <= now["regions"]:
+        if previous["complete"] and not each["complete"] and before["regions"] <= now["regions"]:
             yield f"{each['workload']}: that these are all sizes"
 
 
 def _open(workload: dict[str, Any], verdict: str = "") -> Counter[tuple[str, str, str]]:
-    """What is not proven of the kernels of a workload, or what has this verdict; outputs are looked at apart."""
+    """Return a workload's obligations on memory and races that are not proven, or that have this verdict."""
     from ..symbolic.proofs import OUTPUTS
 
     return Counter(
@@ -271,39 +282,39 @@ def _open(workload: dict[str, Any], verdict: str = "") -> Counter[tuple[str, str
     )
 
 
-def _no_longer_whole(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
-    """The kernels and outputs that were proven to be written whole, and are not in more launches than before, or are
-    not asked about any more. An element that nobody writes may be one that the op leaves undefined: where nothing was
-    proven of an output, no answer is worse than none. Older reports know nothing of outputs."""
+def _no_longer_covered(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the kernels and outputs whose proof of being written entirely is lost. That is so if it now fails in more
+    launches than before, or is not attempted. An op may leave an element undefined: an output without any proof cannot
+    regress. Older reports lack outputs."""
     kernels = {launch["kernel"] for launch in now["launches"]}
-    once, again = _outputs(before), _outputs(now)
-    found = []
-    for (kernel, output), verdicts in once.items():
-        said = again.get((kernel, output), Counter())
-        less = said.total() - said["proven"] > verdicts.total() - verdicts["proven"]
-        if verdicts["proven"] and kernel in kernels and (less or not said):
-            found.append((kernel, output))
-    return sorted(found)
+    earlier, later = _outputs(before), _outputs(now)
+    regressions = []
+    for (kernel, output), verdicts in earlier.items():
+        counts = later.get((kernel, output), Counter())
+        fewer = counts.total() - counts["proven"] > verdicts.total() - verdicts["proven"]
+        if verdicts["proven"] and kernel in kernels and (fewer or not counts):
+            regressions.append((kernel, output))
+    return sorted(regressions)
 
 
 def _outputs(workload: dict[str, Any]) -> dict[tuple[str, str], Counter[str]]:
-    """What is known of each output of each kernel, by how many launches."""
-    found: dict[tuple[str, str], Counter[str]] = {}
+    """Count the verdicts on each output of each kernel, over its launches."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
     for launch in workload["launches"]:
         for output, verdict in launch.get("outputs", {}).items():
-            found.setdefault((launch["kernel"], output), Counter())[verdict] += 1
-    return found
+            counts.setdefault((launch["kernel"], output), Counter())[verdict] += 1
+    return counts
 
 
 def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each op: how many of its kernels, launches and accesses there are, and what is known of them."""
+    """Return a row for each op: how many kernels, launches and accesses it has, and the verdicts on them."""
     rows = []
     for op in dict.fromkeys(each["op"] for each in report["workloads"]):
-        found = [each for each in report["workloads"] if each["op"] == op]
-        launches = [launch for each in found for launch in each["launches"]]
+        selected = [each for each in report["workloads"] if each["op"] == op]
+        launches = [launch for each in selected for launch in each["launches"]]
         memory: Counter[str] = sum((Counter(launch["memory"]) for launch in launches), Counter())
         races: Counter[str] = sum((Counter(launch["races"]) for launch in launches), Counter())
-        whole = Counter(verdict for launch in launches for verdict in launch.get("outputs", {}).values())
+        outputs = Counter(verdict for launch in launches for verdict in launch.get("outputs", {}).values())
         rows.append(
             {
                 "op": op,
@@ -312,12 +323,12 @@ def summary(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "accesses": sum(launch["accesses"] for launch in launches),
                 "proven": memory["proven"],
                 "counterexample": memory["counterexample"],
-                "unknown": memory["unknown"] + sum(len(each["skipped"]) for each in found),
+                "unknown": memory["unknown"] + sum(len(each["skipped"]) for each in selected),
                 "races": f"{races['proven']} of {races.total()}",
-                "outputs": f"{whole['proven']} of {whole.total()}",
-                "assumed": len({said for launch in launches for said in launch["assumed"]}),
-                "complete": f"{sum(each['complete'] for each in found)} of {len(found)}",
-                "seconds": round(sum(each["seconds"] for each in found)),
+                "outputs": f"{outputs['proven']} of {outputs.total()}",
+                "assumed": len({assumption for launch in launches for assumption in launch["assumed"]}),
+                "complete": f"{sum(each['complete'] for each in selected)} of {len(selected)}",
+                "seconds": round(sum(each["seconds"] for each in selected)),
             }
         )
     return rows
@@ -340,20 +351,20 @@ HEADINGS = {
 
 
 def render(report: dict[str, Any]) -> Group:
-    """A row for each op, and below what is not proven."""
+    """Return a row for each op, and below them everything that is not proven."""
     lines: list[list[str | Text]] = [[*HEADINGS.values()]]
     for row in summary(report):
         style = "red" if row["counterexample"] else "yellow" if row["unknown"] else "green"
         lines.append([Text(str(row[name]), style if name == "op" else "") for name in HEADINGS])
     parts: list[Any] = [Text(f"Weft for {report['target']}", "bold"), Figures(lines), Text()]
     for each in report["workloads"]:
-        said = [f"not looked at: {gap}" for gap in each["gaps"]]
-        said += [f"not read: {skipped}" for skipped in each["skipped"]]
+        notes = [f"not looked at: {gap}" for gap in each["gaps"]]
+        notes += [f"not read: {skipped}" for skipped in each["skipped"]]
         for launch in each["launches"]:
             for answer in launch["open"]:
                 about = answer["example"] or answer["why"]
                 where = f"{launch['kernel']}, {answer['what']} at {answer['place']}"
-                said.append(f"{answer['verdict']}: {answer['kind']} of {where}: {about}")
-        if said:
-            parts += [Text(each["workload"], "bold"), *(Text(f"  {line}") for line in dict.fromkeys(said))]
+                notes.append(f"{answer['verdict']}: {answer['kind']} of {where}: {about}")
+        if notes:
+            parts += [Text(each["workload"], "bold"), *(Text(f"  {line}") for line in dict.fromkeys(notes))]
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""`weft report published`: the rows that a peer has published times of, and what Weft moves and compiles for each."""
+"""`weft report published`: rows with published times, and the bytes and binaries of Weft for each."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ TIMES = ("limit, us", "published, us", "times the limit")
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "published", help="rows with published times on a GPU: bytes counted here, kernels compiled for it"
+        "published",
+        help="show rows with published GPU times: bytes counted here, kernels compiled for that GPU",
     )
     parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="only rows whose title or workload has one of these in it"
+        "text", nargs="*", metavar="TEXT", help="only rows with one of these in their title or workload"
     )
     add_most(parser, 6000.0)
     parser.add_argument("--format", choices=("table", "json", "markdown"), default="table")
@@ -48,7 +49,7 @@ class Row:
 
     @property
     def limit(self) -> float:
-        """Microseconds that the least bytes take at the memory's bandwidth."""
+        """Return the microseconds that the minimum of bytes takes at the memory's bandwidth."""
         return self.moved.workload.least_bytes() / BANDWIDTH * 1e6
 
     def counted(self) -> tuple[float, ...]:
@@ -75,7 +76,7 @@ class Row:
 
 
 def widths(counts: Sequence[dict[int, int]]) -> str:
-    """How many accesses of each width the instructions of some binaries have, widest first: `16x128 2x32`."""
+    """Return how many accesses of each width some binaries have, widest first: `16x128 2x32`."""
     total: dict[int, int] = {}
     for count in counts:
         for width, n in count.items():
@@ -83,7 +84,7 @@ def widths(counts: Sequence[dict[int, int]]) -> str:
     return " ".join(f"{total[width]}x{width}" for width in sorted(total, reverse=True))
 
 
-def made(published: Published, most: float) -> Row:
+def measured_row(published: Published, most: float) -> Row:
     workload = published.find()
     with recording(TARGET):
         call = workload.make("meta")
@@ -100,14 +101,14 @@ def made(published: Published, most: float) -> Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if a row moves more than its workload says."""
+    """Return 1 if a row moves more than its workload promises."""
     require("weft report published")
     chosen = rows_named(args.text)
     rows = []
     with Steps(len(chosen)) as steps:
         for published in chosen:
             steps.say(published.title)
-            rows.append(made(published, args.most))
+            rows.append(measured_row(published, args.most))
             steps.advance()
     if args.format == "json":
         print(json.dumps([as_json(row) for row in rows], indent=2))
@@ -121,16 +122,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows_named(texts: Sequence[str]) -> list[Published]:
-    """Return the rows that one of the texts selects, by title, workload or public function; all if there is none."""
+    """Return the rows that any of the texts selects, by title, workload or public function; all if there is no text."""
     chosen: set[int] = set()
     for text in texts:
         ops = made_of(text) if text in public_ops() else ()
-        found = [
+        matches = [
             p for p in PUBLISHED if text in p.title or text in p.workload or p.workload.split(":")[0] in ops
         ]
-        if not found:
+        if not matches:
             raise unknown("published row", text, [p.title for p in PUBLISHED])
-        chosen.update(published.number for published in found)
+        chosen.update(published.number for published in matches)
     return [published for published in PUBLISHED if not texts or published.number in chosen]
 
 
@@ -147,7 +148,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why rows move more than the least."""
+    """Yield why rows move more than the minimum."""
     for row in rows:
         if row.moved.ratio > 1.02:
             yield f"- row {row.published.number}, {row.moved.ratio:.2f}: {row.moved.workload.rereads}"
@@ -169,7 +170,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Figures]:
-    """Yield two tables, what was counted and what was compiled."""
+    """Yield two tables: counted figures and compiled figures."""
 
     def lines(headings: Sequence[str], values: Callable[[Row], Sequence[float | str]]) -> Iterator[list[str]]:
         yield ["row", *headings]
@@ -185,6 +186,6 @@ def tables(rows: Sequence[Row]) -> Iterator[Figures]:
     yield Figures(
         lines((*COMPILED, *TIMES), lambda row: (*row.compiled(), *row.times())),
         title=f"\nThe kernels as compiled for {TARGET}, and times on an H800",
-        caption=f"limit: least bytes at {BANDWIDTH / 1e12:.2f} TB/s, computed. published: measured by its authors. "
+        caption=f"limit: minimum bytes at {BANDWIDTH / 1e12:.2f} TB/s, computed. published: measured by its authors. "
         "No time is Weft's: none was measured on a GPU.",
     )

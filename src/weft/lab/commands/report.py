@@ -1,4 +1,4 @@
-"""`weft report`: tables of evidence. Bytes counted, rows with published times, and the pages that show reports."""
+"""`weft report`: print tables of evidence (counted bytes, published times), and renew the pages with reports."""
 
 from __future__ import annotations
 

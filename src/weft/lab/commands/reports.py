@@ -1,4 +1,4 @@
-"""Reports that commands write as JSON and read again."""
+"""Read the reports that commands write as JSON."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def read_report(path: Path, kinds: Container[str], schema: int | None = None) ->
         )
         raise Refused(f"{path} is {what}")
     if schema is not None and report.get("schema") != schema:
-        found = report.get("schema")
-        raise Refused(f"{path} has the schema {found}, this Weft reads {schema}: run `{kind}` again")
+        schema_found = report.get("schema")
+        raise Refused(f"{path} has the schema {schema_found}, this Weft reads {schema}: run `{kind}` again")
     return dict(report)

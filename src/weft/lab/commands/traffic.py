@@ -1,4 +1,4 @@
-"""`weft report traffic`: the bytes that workloads move, counted at every access, beside the least that must move."""
+"""`weft report traffic`: the bytes that workloads move, counted at every access, and the minimum that must move."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .chosen import workloads_named
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "traffic", help="bytes moved by every workload, counted, beside the least possible"
+        "traffic", help="count the bytes that every workload moves, and compare them with the minimum"
     )
     parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="only workloads whose name has one of these in it"
+        "text", nargs="*", metavar="TEXT", help="only workloads with one of these in their name"
     )
     parser.add_argument(
         "--target",
         default="sm_90",
         choices=TARGETS,
-        help="count what would be launched on this target (%(default)s)",
+        help="count the launches that this target would get (%(default)s)",
     )
     add_most(parser, 512.0)
     parser.add_argument("--format", choices=("table", "json", "markdown"), default="table")
@@ -39,13 +39,13 @@ def add_command(commands: Any) -> None:
         "--into",
         type=output_file,
         metavar="PAGE",
-        help="add the lines to the table of a Markdown page, in place of its own for the same workloads",
+        help="add the lines to the table of a Markdown page, replacing its own for the same workloads",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if a workload moves more than it says."""
+    """Return 1 if a workload moves more than it promises."""
     require("weft report traffic")
     page = read_page(args.into) if args.into else ""
     chosen = [workload for workload in workloads_named(args.text) if workload.runs_on(args.target)]
@@ -80,14 +80,14 @@ def read_page(path: Path) -> str:
 
 
 def renewed(page: str, moved: list[Moved]) -> str:
-    """Return a page with these lines in its table: in the place of a workload's own line, or at the table's end."""
+    """Return a page with these lines in its table: replacing a workload's own line, or added at the end."""
     lines = page.splitlines()
     for line in list(markdown(moved))[2:]:
         first = lines.index(HEADING) + 2
         last = next((n for n in range(first, len(lines)) if not lines[n].startswith("|")), len(lines))
         name = line.partition(" | ")[0]
-        place = next((n for n in range(first, last) if lines[n].startswith(f"{name} |")), last)
-        lines[place : place + (place < last)] = [line]
+        index = next((n for n in range(first, last) if lines[n].startswith(f"{name} |")), last)
+        lines[index : index + (index < last)] = [line]
     return "\n".join(lines) + "\n"
 
 
@@ -105,8 +105,8 @@ def as_row(moved: Moved) -> dict[str, Any]:
     }
 
 
-def numbers(moved: Moved) -> list[str]:
-    """Launches, least and other bytes in MB, ratio."""
+def cells_of(moved: Moved) -> list[str]:
+    """Return launches, minimum and other bytes in MB, and the ratio."""
     megabytes = [f"{count / 1e6:,.3f}" for count in (moved.least, *moved.total)]
     return [str(moved.launches), *megabytes, f"{moved.ratio:.3f}"]
 
@@ -120,15 +120,15 @@ def markdown(moved: list[Moved]) -> Iterator[str]:
     yield HEADING
     yield "|---|" + "---:|" * len(COUNTS) + "---|"
     for m in moved:
-        cells = (f"`{m.workload}`", str(m.rows), *numbers(m), m.workload.rereads)
+        cells = (f"`{m.workload}`", str(m.rows), *cells_of(m), m.workload.rereads)
         yield f"| {' | '.join(cells)} |"
 
 
 def table(moved: list[Moved], target: str) -> Group:
-    """Return the figures, and below why a workload moves more than the least."""
+    """Return the figures, followed by the reasons that workloads move more than the minimum."""
     headings = ("launches", "least", "requested", "per program", "per launch", "modelled", "ratio")
     figures = Figures(
-        [["workload", *headings], *([str(m.workload), *numbers(m)] for m in moved)],
+        [["workload", *headings], *([str(m.workload), *cells_of(m)] for m in moved)],
         title=f"Bytes moved: counted here with the launches of {target}, in MB",
         caption=f"per program, per launch: 32-byte sectors. modelled: memory traffic with tensors up to {CACHED >> 20} "
         "MiB cached. ratio: modelled / least.",

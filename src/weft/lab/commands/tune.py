@@ -1,4 +1,4 @@
-"""`weft tune`: launch choices near the default ones, measured on a device, or modelled for a GPU that is not here."""
+"""`weft tune`: try launch choices near the defaults, measured on a device, or modelled for an absent GPU."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ..traffic import rows_within
 from .chosen import INSTEAD, one_each
 
 ROUNDS = 20
-STEPS = 3  # from a config to a better one near it, at most
+STEPS = 3  # at most, each from a config to a better neighbor
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="measure other tiles on a device and keep the better ones",
-        description="For every launch choice that workloads make: other configs near the default one, judged first "
-        "(bits where they are promised, else accuracy), then timed in turn with it. Those that are faster by more than "
-        "the noise are written to a file that later runs read. With --target nothing is measured: candidates are "
-        "compiled, those that spill are dropped, and the rest is ranked by a model; written only with --out.",
+        description="Try configs near the default one for every launch choice that workloads make: judge them first "
+        "(bits where they are promised, else accuracy), then time them in turn with the default. Configs that are "
+        "faster by more than the noise are written to a file that later runs read. With --target nothing is measured: "
+        "candidates are compiled, those that spill are dropped, and a model ranks the rest; written only with --out.",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument(
@@ -49,23 +49,21 @@ def add_command(commands: Any) -> None:
     add_most(parser, 64.0)
     add_workers(parser, "compilers")
     parser.add_argument(
-        "--out", type=output_file, metavar="FILE", help="write there, not for the device's name"
+        "--out", type=output_file, metavar="FILE", help="write there instead of to the device's own file"
     )
     parser.set_defaults(run=run)
 
 
 @dataclass
 class Row:
-    """What became of one choice."""
+    """Outcome for one choice."""
 
     key: Key
     workload: str
     default: dict[str, int]
     best: dict[str, int]
-    gain: float = (
-        1.0  # how many times as fast as the default the best is, or the fastest candidate if none is better
-    )
-    milliseconds: tuple[float, float] | None = None  # of both; modelled ones with --target
+    gain: float = 1.0  # speedup of the best over the default, or of the fastest candidate if none is better
+    milliseconds: tuple[float, float] | None = None  # of default and best; modelled with --target
     tried: int = 0
     refused: dict[str, str] = field(default_factory=dict)  # candidates, and why
 
@@ -74,7 +72,7 @@ class Row:
         return self.best != self.default
 
     def entry(self, how: str) -> dict[str, Any] | None:
-        """For the file; None if the default is best."""
+        """Return the entry for the file; None if the default is best."""
         if not self.is_better:
             return None
         return {
@@ -103,14 +101,14 @@ def run(args: argparse.Namespace) -> int:
             def say(text: str, op: str = workload.op) -> None:
                 steps.say(f"{op}: {text}")
 
-            found = (
+            outcomes = (
                 _modelled(workload, args, done, say) if args.target else _measured(workload, args, done, say)
             )
-            rows += found
+            rows += outcomes
             steps.advance()
     device = "" if args.target else device_name(torch.device(args.device))
     Console().print(rendered(rows, f"modelled for {args.target}" if args.target else f"measured on {device}"))
-    _keep(rows, args, device)
+    _save(rows, args, device)
     return 0
 
 
@@ -131,18 +129,16 @@ def _check(args: argparse.Namespace) -> None:
         raise Refused(f"{error}; --out FILE writes elsewhere") from None
 
 
-def _keep(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
-    """Write what is better. A model's preferences are written only where they were asked for."""
+def _save(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
+    """Save better choices. A model's preferences are saved only with `--out`."""
     if args.target and args.out is None:
-        Console().print("Nothing is written: with --out FILE, WEFT_CHOICES=FILE takes these.")
+        Console().print("Nothing is written: save these with --out FILE and use them with WEFT_CHOICES=FILE.")
         return
     target = args.target or capabilities_of(torch.device(args.device)).target
     path = args.out or path_for(device)
     how = "modelled" if args.target else "measured"
     write(path, target, device, {row.key: row.entry(how) for row in rows})
-    Console().print(
-        f"{sum(row.is_better for row in rows)} of {len(rows)} choices are made otherwise by {path}"
-    )
+    Console().print(f"{sum(row.is_better for row in rows)} of {len(rows)} choices are changed by {path}")
 
 
 # ---- measured ---------------------------------------------------------------------------------------------
@@ -151,7 +147,7 @@ def _keep(rows: Sequence[Row], args: argparse.Namespace, device: str) -> None:
 def _measured(
     workload: Workload, args: argparse.Namespace, done: set[Key], say: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The choices of a workload that no other has made before."""
+    """Yield the outcomes for the choices of a workload that no earlier one has made."""
     from ..calls import returned
     from ..checks import CPU
     from ..tuning import asked, default_of
@@ -170,14 +166,14 @@ def _climb(
     workload: Workload, call: Call, key: Key, wanted: dict[str, Any], target: Capabilities,
     say: Callable[[str], None],
 ) -> Row:  # fmt: skip
-    """From the default to the fastest config near it, and on from there while that is faster by more than the noise."""
+    """Move from the default to its fastest neighbor, and on while that is faster by more than the noise."""
     from ..tuning import Candidate, default_of, failed_check, why_not
 
     default = best = default_of(key, target)
     row = Row(key, str(workload), default.fields, default.fields)
     seen = {default.config}
     for _ in range(STEPS):
-        able = []
+        accepted = []
         for config in best.choice.near(best.config, target):
             if config in seen:
                 continue
@@ -188,22 +184,22 @@ def _climb(
             if reason:
                 row.refused[_short(candidate.fields)] = reason
             else:
-                able.append(candidate)
-        if not able:
+                accepted.append(candidate)
+        if not accepted:
             break
-        say(f"{key[0]}, {len(able)} candidates in turn")
-        times = _times([best, *able], call)
+        say(f"{key[0]}, {len(accepted)} candidates in turn")
+        times = _times([best, *accepted], call)
         first, *others = times
-        fastest = min(range(len(able)), key=lambda number: others[number].p50)
+        fastest = min(range(len(accepted)), key=lambda number: others[number].p50)
         if best is default:
             row.gain = first.p50 / others[fastest].p50
         if verdict(first, others[fastest]) != "faster":
             break
-        best = able[fastest]
+        best = accepted[fastest]
     row.tried = len(seen) - 1
     if best is default:
         return row
-    # The fastest of many is partly luck: it has to win once more, against the default alone.
+    # The fastest of many is partly luck: it must win again, against the default alone.
     before, after = _times([default, best], call)
     if verdict(before, after) != "faster":
         return row
@@ -216,7 +212,7 @@ def _climb(
 
 
 def _times(candidates: Sequence[Any], call: Call) -> list[Times]:
-    """Of each, called in turn."""
+    """Return the times of each candidate, called in turn."""
     contenders = {str(number): [each.running(call)] for number, each in enumerate(candidates)}
     times, _ = timed(clock_of(call.device), contenders, ROUNDS)
     return list(times.values())
@@ -228,7 +224,7 @@ def _times(candidates: Sequence[Any], call: Call) -> list[Times]:
 def _modelled(
     workload: Workload, args: argparse.Namespace, done: set[Key], say: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The choices of a workload at its real size, each with the configs near the default one."""
+    """Yield the outcomes for the choices of a workload at its real size, each with the configs near the default."""
     from ...runtime import recording
     from ..tuning import Candidate, asked, default_of, modelled, started
 
@@ -249,14 +245,16 @@ def _modelled(
         binaries = dict(
             zip(jobs, compile_all([(v, args.target) for v in jobs], workers=args.workers), strict=True)
         )
-        found = [
+        estimates = [
             modelled(candidate, workload, each, binaries, changed)
             for candidate, each in zip(candidates, launches, strict=True)
         ]
         row = Row(key, str(workload), default.fields, default.fields, tried=len(candidates) - 1)
-        row.refused = {_short(c.fields): why for c, (_, why) in zip(candidates, found, strict=True) if why}
-        seconds = [each for each, _ in found]
-        best = min(range(len(found)), key=lambda number: seconds[number])
+        row.refused = {
+            _short(c.fields): why for c, (_, why) in zip(candidates, estimates, strict=True) if why
+        }
+        seconds = [each for each, _ in estimates]
+        best = min(range(len(estimates)), key=lambda number: seconds[number])
         row.gain = seconds[0] / seconds[best]
         if row.gain > 1 + NOISE:
             row.best = candidates[best].fields
@@ -264,7 +262,7 @@ def _modelled(
         yield row
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------
 
 
 def _short(fields: dict[str, int]) -> str:
@@ -276,12 +274,14 @@ def rendered(rows: Sequence[Row], how: str) -> Group:
     parts = [Text(f"Launch choices, {how}"), Text()]
     for row in rows:
         name, facts = row.key
-        known = " ".join(f"{fact}={value}" for fact, value in zip(choices[name].facts, facts, strict=True))
+        condition = " ".join(
+            f"{fact}={value}" for fact, value in zip(choices[name].facts, facts, strict=True)
+        )
         better = {field: value for field, value in row.best.items() if value != row.default[field]}
         tried = f"of {row.tried} tried" + (f", {len(row.refused)} refused" if row.refused else "")
         gain = f"{row.gain:.2f} times as fast" if row.is_better else f"none better, {row.gain:.2f} at most"
         parts += [
-            Text(f"{name} {known}", "bold"),
+            Text(f"{name} {condition}", "bold"),
             Text(f"  workload  {row.workload}"),
             Text(f"  default   {_short(row.default)}"),
             Text(f"  better    {_short(better) or '-'} ({gain}, {tried})"),

@@ -1,4 +1,4 @@
-"""`weft verify`: the ops on a device of this machine, judged by the checks that every change to Weft goes through."""
+"""`weft verify`: judge the ops on a device of this machine by the checks that every change to Weft must pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ...runtime import capabilities_of, catalogue, loom
 from ..families import Workload, distinct, for_op
 from .chosen import workloads_named
 
-SCHEMA = 1  # of the JSON; raised when a field changes its meaning
+SCHEMA = 1  # of the JSON; incremented when the meaning of a field changes
 
 Outcome = Literal["passed", "failed", "not applicable"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one check of one workload."""
+    """Outcome of one check of one workload."""
 
     op: str
     workload: str
@@ -51,11 +51,13 @@ def add_command(commands: Any) -> None:
         "verify",
         help="run every op on a device and judge the results",
         description="Run every op on a device and judge its results: against float64, against the bytes of an "
-        "independent quantiser, in memory full of NaN, from run to run. The exit code is 0 if nothing failed.",
+        "independent quantizer, in memory full of NaN, from run to run. The exit code is 0 if nothing failed.",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument(
-        "--emulate", metavar="TARGET", help="run on a GPU in software instead: sm_80, sm_90 (needs no GPU)"
+        "--emulate",
+        metavar="TARGET",
+        help="run on a GPU emulated in software instead: sm_80, sm_90 (needs no GPU)",
     )
     add_op(parser)
     parser.add_argument(
@@ -63,11 +65,13 @@ def add_command(commands: Any) -> None:
     )
     add_workload(parser)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="each kernel once, instead of each set of options")
-    size.add_argument("--full", action="store_true", help="every workload, on three seeds")
+    size.add_argument(
+        "--quick", action="store_true", help="run each kernel once, instead of each set of options"
+    )
+    size.add_argument("--full", action="store_true", help="run every workload, with three seeds")
     parser.add_argument("--seed", type=int, help="draw the inputs from this seed (0)")
     parser.add_argument(
-        "--out", type=output_file, metavar="FILE", help="write a report for a bug report as JSON"
+        "--out", type=output_file, metavar="FILE", help="write a JSON report to attach to a bug report"
     )
     parser.set_defaults(run=run)
 
@@ -108,18 +112,18 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _subject(args: argparse.Namespace) -> str:
-    """What is verified, as it is shown."""
+    """Return the name of what is verified, as shown."""
     if args.emulate:
         return f"{args.emulate}, emulated"
     device = torch.device(args.device)
     return str(device) if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
 
 
-# ---- which checks -----------------------------------------------------------------------------------------
+# ---- workloads and checks ---------------------------------------------------------------------------------
 
 
 def chosen(args: argparse.Namespace) -> list[Workload]:
-    """The workloads to verify: one for each kernel (`--quick`), for each set of options, or (`--full`) all."""
+    """Return the workloads to verify: one for each kernel (`--quick`), for each set of options, or (`--full`) all."""
     from ..selection import by_kernels, by_options
 
     ops = args.op or list(catalogue)
@@ -156,7 +160,7 @@ def _verify(workloads: Sequence[Workload], args: argparse.Namespace) -> list[Ver
 
 
 def judge(workload: Workload, check: str, seed: int, device: str, emulated: str | None) -> Verdict:
-    """One check of one workload. Whatever it raises is a failure of the op."""
+    """Run one check of one workload. Whatever it raises is a failure of the op."""
     from ..calls import under
     from ..checks import CHECKS, NotApplicable
 
@@ -173,7 +177,7 @@ def judge(workload: Workload, check: str, seed: int, device: str, emulated: str 
     except BaseException as error:
         where = f"--emulate {emulated}" if emulated else f"--device {device}"
         name = shlex.quote(str(workload))
-        outcome, message = "failed", _said(error)
+        outcome, message = "failed", _message_of(error)
         repeat = f"weft verify {where} --workload {name} --check {check} --seed {seed}"
     return Verdict(
         workload.op, str(workload), check, seed, outcome, time.perf_counter() - begin, message, repeat
@@ -190,18 +194,18 @@ def _device(emulated: str | None) -> AbstractContextManager[Any]:
     return triton_loom.emulate(emulated, ignore=KNOWN)
 
 
-def _said(error: BaseException) -> str:
-    """What an error says. Of one that is no verdict of a check, the whole story."""
+def _message_of(error: BaseException) -> str:
+    """Return what an error says: the message of a check's verdict, the whole traceback of any other error."""
     if isinstance(error, AssertionError):
         return str(error) or traceback.format_exc(limit=-1)
     return "".join(traceback.format_exception(error))
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------
 
 
 def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
-    """A row for each op, a column for each check that had something to look at, and the failures below."""
+    """Return a row for each op, a column for each check that applied, and the failures below."""
     checks = list(dict.fromkeys(v.check for v in verdicts if v.outcome != "not applicable"))
     lines: list[list[str | Text]] = [["op", *(check.rpartition("_")[2] for check in checks)]]
     for op in dict.fromkeys(verdict.op for verdict in verdicts):
@@ -214,7 +218,7 @@ def render(verdicts: Sequence[Verdict], subject: str, seconds: float) -> Group:
         parts += [
             Text(f"{failure.workload}: {failure.check.replace('_', ' ')}, seed {failure.seed}", "bold red"),
             Text(failure.message.rstrip()),
-            Text(failure.repeat, "bold", no_wrap=True, overflow="ignore"),  # to be copied
+            Text(failure.repeat, "bold", no_wrap=True, overflow="ignore"),  # meant to be copied
             Text(),
         ]
     parts.append(
@@ -234,7 +238,7 @@ def _cell(verdicts: Sequence[Verdict]) -> Text:
 
 
 def report(args: argparse.Namespace, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
-    """What a bug report needs: the machine, what was asked for, and every verdict."""
+    """Return what a bug report needs: the machine, the settings, and every verdict."""
     machine = doctor.examine()
     outcomes = [verdict.outcome for verdict in verdicts]
     return {

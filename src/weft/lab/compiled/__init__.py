@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs on a machine without one: their binaries, and what these must hold."""
+"""GPU binaries compiled on a machine without a GPU, and the checks on them."""
 
 from .offline import Binary, CompileError, compile_all, ttgir_of, ttir_of
 

@@ -1,5 +1,5 @@
-"""Every kernel as compiled for a GPU, and what its binary must hold: no spills, no float64, shared memory that the
-target has, sums of dots that are waited for, and accesses 128 bits wide wherever rows are multiples of 16 elements."""
+"""Checks on every kernel compiled for a GPU. They are: no spills, no float64, shared memory within the target's limit,
+waits for the accumulators of dots, and accesses 128 bits wide wherever rows are multiples of 16 elements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..family import Moved, Width
 from . import Binary
 
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*u8": 1, "*i8": 1}
-# The tensors that decide a kernel's time: all of a tile is read, or written.
+# The tensors that dominate a kernel's time: a whole tile of them is read or written.
 READ = {"x_ptr", "h_ptr", "residual_ptr", "dy_ptr", "dresidual_ptr", "partial_ptr", "gate_ptr"}
 READ |= {"logits_ptr", "gate.ptr", "up.ptr", "dy.ptr", "source.x", "source.residual", "added.x"}
 READ |= {"upstream.h", "upstream.dy", "upstream.dresidual"}
 WRITTEN = {"y_ptr", "residual_out_ptr", "dx_ptr", "data_ptr", "data_t_ptr", "dgate_ptr", "dup_ptr"}
 WRITTEN |= {"dlogits_ptr", "copy.data", "copy_t.data", "up_codes.data", "up_codes.data_t"}
 WRITTEN |= {"stored.y", "stored.h", "stored.codes.data", "codes_t.data", "gradients.x", "gradients.residual"}
-# Vectors of the tile's columns. They are short, and read once for many rows.
+# Vectors over the tile's columns. They are short, and read once for many rows.
 VECTORS = {
     "weight_ptr",
     "bias_ptr",
@@ -32,15 +32,15 @@ VECTORS = {
 }
 VECTORS |= {"source.pre_bias", "added.pre_bias", "formula.weight", "formula.bias"}
 VECTORS |= {f"gradients.{name}" for name in ("weight", "bias", "scale", "shift", "gate", "pre_bias")}
-# Stores and loads per thread, in bytes, that rows of odd length may cost: a few numbers held over a loop.
+# Bytes per thread, stores plus loads, that may spill for rows of odd length: a few values live across a loop.
 ODD_SPILLS = 160
 
 
-# ---- which variants -------------------------------------------------------------------------------------------
+# ---- variants -------------------------------------------------------------------------------------------------
 
 
 def variants_of(workload: Workload, target: str) -> list[Variant]:
-    """What a workload launches. In training an op that has a backward also stores what that reads."""
+    """Return the variants that a workload launches. In training, ops with a backward also store what it reads."""
     with recording(target):
         call = workload.make("meta")
     if "training" in workload.tags and catalogue[workload.op].backward is not None:
@@ -51,45 +51,45 @@ def variants_of(workload: Workload, target: str) -> list[Variant]:
 
 
 def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
-    """The distinct variants of workloads that run on a target, each with the name of the first that launches it."""
-    found: dict[Variant, str] = {}
+    """Return the distinct variants of workloads that run on a target, with the first workload that launches each."""
+    first_workloads: dict[Variant, str] = {}
     for workload in (each for each in workloads if each.runs_on(target)):
         for variant in variants_of(workload, target):
-            found.setdefault(variant, str(workload))
-    return found
+            first_workloads.setdefault(variant, str(workload))
+    return first_workloads
 
 
-# ---- what is wrong with a binary ------------------------------------------------------------------------------
+# ---- faults of a binary ---------------------------------------------------------------------------------------
 
 
 def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
-    """What a binary does that it should not; `variant` says what is expected of it. `spills` are bytes that may be
-    spilled all the same, besides those that the kernel is known to spill."""
+    """Return the faults of a variant's binary. It may spill `spills` bytes, or those listed in the kernel's family if
+    more."""
     spills = max(spills, spills_of(variant.kernel, binary.target))
     capabilities = Capabilities.of(binary.target)
     wide = variant.aligned and dict(variant.constants).get("ALIGN", 16) == 16
-    found = []
-    # Without stack, what AMD calls spilled scalars lies in lanes of vector registers.
+    problems = []
+    # Without a stack, AMD's "spilled" scalars are in lanes of vector registers.
     if binary.stack and binary.spill_bytes > (spills if wide else ODD_SPILLS):
-        found.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
+        problems.append(f"{binary.spill_bytes} bytes spilled at {binary.registers} registers")
     if binary.uses_fp64:
-        found.append("float64 arithmetic")
+        problems.append("float64 arithmetic")
     if binary.shared > capabilities.shared_bytes:
-        found.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
-    found += [f"sums not waited for: {access}" for access in binary.early_accesses]
+        problems.append(f"{binary.shared} bytes of shared memory, of {capabilities.shared_bytes}")
+    problems += [f"sums not waited for: {access}" for access in binary.early_accesses]
     if not wide or "ALIGN" not in dict(variant.constants):
-        return found
+        return problems
     read, written = moved_of(variant.kernel) or Moved(READ, WRITTEN)
     if not read and not written:
-        return found
-    return found + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
+        return problems
+    return problems + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
 
 
 def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> list[str]:
-    """What is wrong with the widths of loads or stores of tensors whose rows are multiples of 16 elements.
+    """Return the faults in the widths of loads or stores of tensors whose rows are multiples of 16 elements.
 
-    Other widths than 128 bits are for numbers of which there is one to a row, a group or the tensor (32 bits, or 8
-    for scales of a byte), for vectors too short to fill all threads, and for 4-bit codes.
+    Widths other than 128 bits are for elements of which there is one per row, group or tensor (32 bits, or 8 for
+    one-byte scales), for vectors too short to fill all threads, and for 4-bit codes.
     """
     constants: dict[str, Any] = dict(variant.constants)
     types = variant.types()
@@ -100,12 +100,12 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
     bytes_to_a_group = any("scale" in name and kind == "*u8" for name, kind in types.items())
     if bytes_to_a_group or (form is not None and form.scale_dtype.itemsize == 1):
         allowed.add(8)
-    if "*i64" in types.values():  # a target to a row
+    if "*i64" in types.values():  # one target per row
         allowed.add(64)
     prefix, bits = width_of(variant.kernel) or Width("", 32)
     if binary.target.startswith(prefix):
         allowed.add(bits)
-    needed = 0  # one for every 16 bytes that a thread has of a tile of each tensor
+    needed = 0  # one access for every 16 bytes of each tensor's tile that a thread handles
     for name, kind in types.items():
         if kind not in BYTES:
             continue
@@ -122,9 +122,9 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
                 needed += -(-elements * BYTES[kind] // (16 * threads))
         elif name in VECTORS:
             allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
-    found = []
+    problems = []
     if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
-        found.append(f"{what} by bits {widths}, of which at least {needed} should have 128")
+        problems.append(f"{what} by bits {widths}, of which at least {needed} should have 128")
     if set(widths) - allowed:
-        found.append(f"{what} by bits {widths}, where {sorted(allowed)} are expected")
-    return found
+        problems.append(f"{what} by bits {widths}, where {sorted(allowed)} are expected")
+    return problems

@@ -1,4 +1,4 @@
-"""The machine code of compiled kernels, read: registers, spills, and how often each instruction stands in it.
+"""Read the machine code of compiled kernels: registers, spills, and the count of each instruction.
 
 NVIDIA's binaries are read with NVIDIA's tools, which come with Triton; AMD's compiler writes its assembly as text.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Resources(NamedTuple):
-    """What a thread has: registers, bytes spilled, and bytes of stack, not all of which are spills."""
+    """Resources of a thread: registers, bytes spilled, and bytes of stack, not all of which are spills."""
 
     registers: int
     spill_bytes: int
@@ -40,8 +40,8 @@ _SASS_WIDTH = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, 
 
 
 def resources(cubin: bytes, assembler_log: Callable[[], str]) -> Resources:
-    """Of a binary, whose assembler is asked for its log where there is a stack: spills live there, but so do other
-    things, and only the assembler tells them apart."""
+    """Return the resources of a binary. If it has a stack, ask for the assembler's log: spills are on the stack, but so
+    are other things, and only the assembler tells them apart."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -61,11 +61,11 @@ def resources(cubin: bytes, assembler_log: Callable[[], str]) -> Resources:
 
 
 def instructions(cubin: bytes) -> bytes:
-    """The sections of an ELF file that hold instructions, one after another."""
+    """Return the concatenated sections of an ELF file that hold instructions."""
     sections_at = struct.unpack_from("<Q", cubin, 0x28)[0]
-    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    size, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)
     headers = [struct.unpack_from("<2I4Q", cubin, sections_at + i * size) for i in range(count)]
-    names_at = headers[of_names][4]
+    names_at = headers[names_index][4]
     return b"".join(
         cubin[at : at + length]
         for name, _, _, _, at, length in headers
@@ -74,8 +74,7 @@ def instructions(cubin: bytes) -> bytes:
 
 
 def disassembled(codes: Sequence[bytes], target: str) -> list[Counter[str] | RuntimeError]:
-    """How often each instruction stands in each code of a target, all of them disassembled at once; or why one of them
-    could not be."""
+    """Disassemble codes for a target at once, and count each one's instructions or return its error."""
     try:
         return [*_disassembled_together(codes, target)]
     except RuntimeError as error:
@@ -92,20 +91,20 @@ def _disassembled_together(codes: Sequence[bytes], target: str) -> list[Counter[
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
-        # The analysis of the flow of data finds targets of branches alone, and takes longer than all else.
+        # Data-flow analysis only finds branch targets, and takes longer than everything else.
         text = _run(knobs.nvidia.nvdisasm.path, "--no-dataflow", "--binary", architecture, file.name)
     ends = [*accumulate(map(len, codes))]
-    found: list[Counter[str]] = [Counter() for _ in codes]
-    for place, opcode in _SASS_OPCODE.findall(text):
+    counts: list[Counter[str]] = [Counter() for _ in codes]
+    for offset, opcode in _SASS_OPCODE.findall(text):
         if opcode != "NOP":  # padding after the end
-            found[bisect_right(ends, int(place, 16))][opcode] += 1
-    return found
+            counts[bisect_right(ends, int(offset, 16))][opcode] += 1
+    return counts
 
 
 def classify_nvidia(opcode: str) -> tuple[str, int] | None:
-    """("load" or "store", bits) of an instruction that reads or writes global memory."""
+    """Return ("load" or "store", bits) for an instruction that accesses global memory, else None."""
     base, *parts = opcode.split(".")
-    if base == "UBLKCP":  # a bulk copy: to shared from global memory, or the reverse
+    if base == "UBLKCP":  # a bulk copy from global to shared memory, or the reverse
         return ("load" if parts[:1] == ["S"] else "store"), 128
     kind = _SASS_ACCESS.get(base)
     if kind is None:
@@ -129,7 +128,7 @@ _GCN_BITS = re.compile(r"(?:^|_)[biu](8|16|32|64|96|128)$")
 
 
 def read_assembly(assembly: str) -> tuple[Resources, Counter[str]]:
-    """What a thread has, and how often each instruction stands in the assembly."""
+    """Return a thread's resources and the count of each instruction of the assembly."""
 
     def number(key: str) -> int:
         values = re.findall(rf"^\s*(?:- )?\.{key}:\s+(\d+)$", assembly, re.MULTILINE)
@@ -137,16 +136,16 @@ def read_assembly(assembly: str) -> tuple[Resources, Counter[str]]:
             raise RuntimeError(f"the assembly has no .{key}")
         return max(int(value) for value in values)
 
-    found = Resources(
+    resources = Resources(
         registers=number("vgpr_count"),
         spill_bytes=4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
         stack=number("private_segment_fixed_size"),
     )
-    return found, Counter(_GCN_OPCODE.findall(assembly))
+    return resources, Counter(_GCN_OPCODE.findall(assembly))
 
 
 def classify_amd(opcode: str) -> tuple[str, int] | None:
-    """("load" or "store", bits) of an instruction that reads or writes global memory."""
+    """Return ("load" or "store", bits) for an instruction that accesses global memory, else None."""
     match = _GCN_ACCESS.fullmatch(opcode)
     if match is None:
         return None
@@ -154,9 +153,9 @@ def classify_amd(opcode: str) -> tuple[str, int] | None:
     if bits := _GCN_BITS.search(rest):
         return kind, int(bits[1])
     for pattern, width in _GCN_WIDTHS:
-        if found := pattern.match(rest):
-            many = found[1] if found.re.groups else None
-            return kind, width * int(many or 1)
+        if width_match := pattern.match(rest):
+            count = width_match[1] if width_match.re.groups else None
+            return kind, width * int(count or 1)
     raise ValueError(f"unknown width of {opcode}")
 
 

@@ -1,4 +1,4 @@
-"""How many warps of a kernel a multiprocessor holds at once, and what limits them."""
+"""Compute how many warps of a kernel a multiprocessor holds at once, and what limits them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ...runtime.capabilities import warp_size_of
 
 
 class Multiprocessor(NamedTuple):
-    """What the blocks on one multiprocessor (or compute unit) share."""
+    """Resources that the blocks on one multiprocessor (or compute unit) share."""
 
     warps: int
     blocks: int
-    registers: int  # of 32 bits; on AMD those of one lane of a SIMD, of which there are four
+    registers: int  # 32-bit; on AMD those of one lane of a SIMD, of which there are four
     shared: int  # bytes
-    reserved: int = 0  # bytes of shared memory that each block takes besides its own
+    reserved: int = 0  # bytes of shared memory that each block takes beyond its own
 
 
 # CUDA C++ Programming Guide, table of technical specifications by compute capability; AMD CDNA 3 and 4 white papers.
@@ -32,9 +32,9 @@ _MULTIPROCESSORS = {
 
 
 class Occupancy(NamedTuple):
-    warps: int  # at once on one multiprocessor
+    warps: int  # resident on one multiprocessor
     most_warps: int
-    limited_by: str  # "registers", "shared memory", "blocks", or "warps" where nothing else does
+    limited_by: str  # "registers", "shared memory", "blocks", or "warps" if nothing else limits
 
     @property
     def share(self) -> float:
@@ -42,26 +42,24 @@ class Occupancy(NamedTuple):
 
 
 def occupancy_of(target: str, num_warps: int, registers: int, shared: int) -> Occupancy:
-    """Of a kernel whose blocks have `num_warps` warps, so many registers a thread and bytes of shared memory.
+    """Return the occupancy of a kernel from its warps per block, registers per thread and bytes of shared memory.
 
     >>> occupancy_of("sm_90", num_warps=4, registers=128, shared=0)
     Occupancy(warps=16, most_warps=64, limited_by='registers')
     """
-    has = _MULTIPROCESSORS[target]
-    if (
-        warp_size_of(target) == 64
-    ):  # registers are given out by eights, to the waves of each SIMD by themselves
-        taken = -(-max(registers, 1) // 8) * 8
-        by_registers = 4 * (has.registers // taken) // num_warps
-    else:  # to warps, by 256
-        taken = -(-max(registers, 1) * 32 // 256) * 256
-        by_registers = has.registers // taken // num_warps
+    limits = _MULTIPROCESSORS[target]
+    if warp_size_of(target) == 64:  # registers are allocated in eights, to the waves of each SIMD separately
+        allocated = -(-max(registers, 1) // 8) * 8
+        by_registers = 4 * (limits.registers // allocated) // num_warps
+    else:  # allocated to warps, in units of 256
+        allocated = -(-max(registers, 1) * 32 // 256) * 256
+        by_registers = limits.registers // allocated // num_warps
     blocks = {
-        "warps": has.warps // num_warps,
-        "blocks": has.blocks,
+        "warps": limits.warps // num_warps,
+        "blocks": limits.blocks,
         "registers": by_registers,
     }
     if shared:
-        blocks["shared memory"] = has.shared // (shared + has.reserved)
+        blocks["shared memory"] = limits.shared // (shared + limits.reserved)
     limit = min(blocks, key=lambda name: blocks[name])
-    return Occupancy(blocks[limit] * num_warps, has.warps, limit)
+    return Occupancy(blocks[limit] * num_warps, limits.warps, limit)

@@ -1,12 +1,12 @@
 """Compile Triton kernels for named GPUs on a machine without one, and read the binaries.
 
-All figures are compiled, none is measured: they tell which instructions, registers and spills a kernel has, not
-how fast it is. Few registers together with spills are a bad sign: with far too many live values, ptxas 12.8 was
-seen to use 32 registers and kilobytes of stack where 255 registers were allowed.
+All figures are compiled, none is measured: they tell which instructions, registers and spills a kernel has, not how
+fast it is. Few registers together with spills are a bad sign: with far too many live values, ptxas 12.8 was seen to use
+32 registers and kilobytes of stack where 255 registers were allowed.
 
-Compilation happens in child processes, because some compiler failures end the process instead of raising and
-some compilations do not end at all. A child compiles many variants one after another, since starting it costs
-far more than a small kernel does, and is replaced when it is lost.
+Compilation happens in child processes, because some compiler failures end the process instead of raising and some
+compilations never end. A child compiles many variants one after another, since starting it costs far more than a small
+kernel does, and is replaced when it is lost.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from ...runtime.variant import TARGETS, Variant, build, kernel_of, options_of, s
 from . import machine_code, tensor_memory
 from .tensor_memory import early_accesses
 
-# Starting a child imports torch and Triton. This is no part of any compilation, so it has its own limit.
+# Starting a child imports torch and Triton. This is not part of any compilation, so it has its own limit.
 _START_SECONDS = 120.0
 _TAIL = 4000
 
 
 @dataclass(frozen=True)
 class Binary:
-    """What was read from one binary.
+    """Figures read from one binary.
 
-    `registers` are per thread (NVIDIA) or VGPRs per lane, AGPRs included (AMD). `spill_bytes` are per thread:
-    the stores plus loads that ptxas reports, or four times the spilled VGPRs and SGPRs. `stack` is local
-    memory per thread, not all of which is spill; `shared` is per block, and not compared with what the target
-    has.
+    `registers` are per thread (NVIDIA) or VGPRs per lane, AGPRs included (AMD). `spill_bytes` are per thread: the
+    stores plus loads that ptxas reports, or four times the spilled VGPRs and SGPRs. `stack` is local memory per thread,
+    not all of which is spill; `shared` is per block, and not checked against the target's limit.
 
-    `loads` and `stores` count instructions on global (or generic) memory by their width in bits. Copies from
-    global to shared memory count as loads and the reverse as stores; those of TMA move at least 16 bytes at a
-    time and count as 128. Neither atomics nor scalar loads of AMD are counted.
+    `loads` and `stores` count instructions on global (or generic) memory by their width in bits. Copies from global to
+    shared memory count as loads and the reverse as stores; those of TMA move at least 16 bytes at a time and count as
+    128. Neither atomics nor AMD's scalar loads are counted.
 
-    `uses_fp64` is any float64 arithmetic or conversion. `early_accesses` are those to sums in tensor memory that an MMA
-    may still be adding to, a mistake of some versions of Triton (`tensor_memory.py`). `opcodes` counts the mnemonics
-    of the whole binary. `seconds` is what compiling took, when it was last done.
+    `uses_fp64` means any float64 arithmetic or conversion. `early_accesses` are accesses to accumulators in tensor
+    memory that an MMA may still be adding to, a mistake of some versions of Triton (`tensor_memory.py`). `opcodes`
+    counts the mnemonics of the whole binary. `seconds` is the duration of the last compilation.
     """
 
     target: str
@@ -74,25 +73,25 @@ class Binary:
     opcodes: Counter[str] = field(repr=False)
 
     def with_opcodes(self, opcodes: Counter[str]) -> Binary:
-        """The same with the instructions of the binary, once they are known."""
-        moved: dict[str, Counter[int]] = {"load": Counter(), "store": Counter()}
+        """Return the binary with the counts of its instructions, once they are known."""
+        accesses: dict[str, Counter[int]] = {"load": Counter(), "store": Counter()}
         classify = (
             machine_code.classify_nvidia if self.target.startswith("sm_") else machine_code.classify_amd
         )
         for opcode, n in opcodes.items():
             if access := classify(opcode):
                 kind, bits = access
-                moved[kind][bits] += n
-        return replace(self, opcodes=opcodes, loads=dict(moved["load"]), stores=dict(moved["store"]))
+                accesses[kind][bits] += n
+        return replace(self, opcodes=opcodes, loads=dict(accesses["load"]), stores=dict(accesses["store"]))
 
     def count(self, pattern: str) -> int:
-        """How many instructions have a mnemonic that begins with this regular expression."""
+        """Count the instructions whose mnemonic begins with this regular expression."""
         return sum(n for opcode, n in self.opcodes.items() if re.match(pattern, opcode))
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """A binary whose instructions are still to be disassembled."""
+    """A binary whose instructions are not disassembled yet."""
 
     binary: Binary
     code: bytes
@@ -100,7 +99,7 @@ class _Unread:
 
 
 class CompileError(RuntimeError):
-    """One variant did not compile: it was refused, the compiler died, or it took too long.
+    """A variant that did not compile: it was refused, the compiler died, or it took too long.
 
     `stderr` is the end of what the compiler wrote meanwhile.
     """
@@ -126,8 +125,8 @@ def compile_all(
 ) -> list[Binary | CompileError]:
     """Compile each (variant, target) and return the binaries or errors, in the same order.
 
-    A failure is returned, not raised, and concerns its own variant only. `timeout` is in seconds for each
-    variant. After each one, `progress` is called with the number done, the number of all, and the result.
+    A failure is returned, not raised, and concerns its own variant only. `timeout` is in seconds for each variant.
+    After each one, `progress` is called with the number done, the total, and the result.
     """
     jobs = list(variants)
     unknown = {target for _, target in jobs} - set(TARGETS)
@@ -136,7 +135,7 @@ def compile_all(
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
     results: dict[int, Binary | CompileError] = {}
-    memories = [_memory_of(*job) for job in jobs]
+    cache_files = [_figures_file(*job) for job in jobs]
 
     def finish(index: int, result: Binary | CompileError) -> None:
         results[index] = result
@@ -144,14 +143,14 @@ def compile_all(
             progress(len(results), len(jobs), result)
 
     def finish_new(index: int, result: Binary | CompileError) -> None:
-        memory = memories[index]
-        if isinstance(result, Binary) and memory is not None:
-            _remember(memory, result)
+        cache_file = cache_files[index]
+        if isinstance(result, Binary) and cache_file is not None:
+            _write_cache(cache_file, result)
         finish(index, result)
 
-    for index, memory in enumerate(memories):
-        if memory is not None and memory.exists():
-            finish(index, _recalled(memory))
+    for index, cache_file in enumerate(cache_files):
+        if cache_file is not None and cache_file.exists():
+            finish(index, _read_cache(cache_file))
     new = [index for index in range(len(jobs)) if index not in results]
     with _Disassembly(workers, finish_new) as disassembly:
         for index, result in _compiled(jobs, new, workers, timeout):
@@ -162,9 +161,9 @@ def compile_all(
     return [results[index] for index in range(len(jobs))]
 
 
-def _memory_of(variant: Variant, target: str) -> Path | None:
-    """The file beside Triton's cache that holds what an earlier run read from the binary, found by the key that Triton
-    finds it by. None for what has no key; a child says what is wrong with it."""
+def _figures_file(variant: Variant, target: str) -> Path | None:
+    """Return the file beside Triton's cache with an earlier run's figures for this binary, or None without a cache key.
+    Its name derives from Triton's own key. If there is none, the child process reports what is wrong."""
     try:
         from triton import knobs
         from triton.compiler import make_backend
@@ -177,33 +176,33 @@ def _memory_of(variant: Variant, target: str) -> Path | None:
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     except Exception:
         return None
-    digest = hashlib.sha256(f"{_readers()} {target} {key}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{_hash_of_readers()} {target} {key}".encode()).hexdigest()
     return Path(knobs.cache.dir) / "weft-offline" / f"{digest}.json"
 
 
 @functools.cache
-def _readers() -> str:
-    """A hash of the code that reads binaries: what other code has read is not believed."""
+def _hash_of_readers() -> str:
+    """Return a hash of the code that reads binaries: figures that other code has read are not trusted."""
     files = (__file__, machine_code.__file__, tensor_memory.__file__)
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
-def _remember(path: Path, binary: Binary) -> None:
+def _write_cache(path: Path, binary: Binary) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(vars(binary)))
     partial.replace(path)
 
 
-def _recalled(path: Path) -> Binary:
-    found = Binary(**json.loads(path.read_text()))
-    return replace(found, early_accesses=tuple(found.early_accesses)).with_opcodes(Counter(found.opcodes))
+def _read_cache(path: Path) -> Binary:
+    binary = Binary(**json.loads(path.read_text()))
+    return replace(binary, early_accesses=tuple(binary.early_accesses)).with_opcodes(Counter(binary.opcodes))
 
 
 def _compiled(
     jobs: Sequence[tuple[Variant, str]], wanted: Sequence[int], workers: int, timeout: float
 ) -> Iterator[tuple[int, Binary | _Unread | CompileError]]:
-    """The number of each job that is wanted with its result, in the order in which children finish them."""
+    """Yield the index and result of each wanted job, in the order in which children finish them."""
     waiting, left = deque(wanted), len(wanted)
     team: list[_Worker] = []
     try:
@@ -217,12 +216,12 @@ def _compiled(
                 else:
                     team.remove(worker)
                     worker.stop()
-            first = min(worker.deadline for worker in team)
-            heard = wait([worker.pipe for worker in team], max(0.0, first - time.monotonic()))
+            next_deadline = min(worker.deadline for worker in team)
+            readable = wait([worker.pipe for worker in team], max(0.0, next_deadline - time.monotonic()))
             for worker in list(team):
                 job = worker.job
                 assert job is not None
-                result = worker.listen(worker.pipe in heard)
+                result = worker.listen(worker.pipe in readable)
                 if worker.lost:
                     team.remove(worker)
                     worker.stop()
@@ -235,8 +234,8 @@ def _compiled(
 
 
 class _Disassembly:
-    """Instructions of NVIDIA's binaries, many kernels of a target at a time: the disassembler takes half a second to
-    start, longer than most kernels take to compile."""
+    """Batches of NVIDIA binaries to disassemble, many kernels of a target at a time. The disassembler takes half a
+    second to start, longer than most kernels take to compile."""
 
     AT_ONCE = 32
 
@@ -280,7 +279,7 @@ class _Disassembly:
 
 
 class _Worker:
-    """The parent's handle of a child process that compiles."""
+    """Parent's handle of a child process that compiles."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -292,12 +291,12 @@ class _Worker:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.log_start = 0
         self.pipe, theirs = multiprocessing.Pipe()
-        # The same path as here, so that the child finds the modules that the parent can import.
+        # Share the parent's path, so that the child finds the modules that the parent can import.
         command = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"import {__name__} as offline; offline._serve({theirs.fileno()}, {timeout})"
         )
-        # A session of its own, so that stopping the child also stops the assembler it may be waiting for.
+        # Use a new session, so that stopping the child also stops the assembler it may be waiting for.
         self.process = subprocess.Popen(
             [sys.executable, "-c", command],
             stdin=subprocess.DEVNULL,
@@ -317,9 +316,9 @@ class _Worker:
         with contextlib.suppress(OSError):  # if the child has died, `listen` will find out
             self.pipe.send((variant, target))
 
-    def listen(self, heard: bool) -> Binary | _Unread | CompileError | None:
-        """The result of the job, or None while it is being done."""
-        if not heard:
+    def listen(self, readable: bool) -> Binary | _Unread | CompileError | None:
+        """Return the result of the job, or None while it is still running."""
+        if not readable:
             if time.monotonic() < self.deadline:
                 return None
             self.lost = True
@@ -354,7 +353,7 @@ class _Worker:
     def _failure(self, reason: str) -> CompileError:
         self.log.seek(self.log_start)
         text = self.log.read().decode(errors="replace").strip()
-        # Where the compiler prints its whole module after its error, the tail alone would not show the error.
+        # The compiler may print its whole module after its error, so the tail alone might not show the error.
         error = next((line for line in text.splitlines() if re.search(r"\berror\b", line, re.IGNORECASE)), "")
         if error and error not in reason:
             reason = f"{reason}: {error.strip()[:400]}"
@@ -363,32 +362,32 @@ class _Worker:
 
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
-    # Interpreted kernels cannot be compiled; and a cache that keeps binaries alone has no PTX to read.
+    # Interpreted kernels cannot be compiled, and a cache of binaries alone has no PTX to read.
     for name in ("TRITON_INTERPRET", "TRITON_STORE_BINARY_ONLY"):
         environment.pop(name, None)
-    # Kernels can ask for the GPU that is present, and their code must not depend on it.
+    # Kernels can query the present GPU, and their code must not depend on it.
     environment.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     return environment
 
 
-# From here on: what runs in the child.
+# ---- code of the child process --------------------------------------------------------------------------------
 
 
 def _serve(handle: int, timeout: float) -> None:
     os.set_inheritable(handle, False)  # Triton hands inheritable files to the assembler, which can outlive us
     pipe = Connection(handle)
-    with contextlib.suppress(ImportError):  # its place differs between releases
+    with contextlib.suppress(ImportError):  # its location differs between releases
         from triton.runtime.cache import triton_key
 
-        triton_key()  # hashes the compiler once per process, which is no part of the first variant's time
-    gc.freeze()  # what was imported stays, and there is much of it: collections need not look at it again
+        triton_key()  # hashes the compiler once per process, which must not count as the first variant's time
+    gc.freeze()  # imported objects are many and stay alive: exclude them from garbage collection
     pipe.send(None)
     while True:
         try:
             variant, target = pipe.recv()
         except EOFError:
             return
-        signal.alarm(int(timeout) + 10)  # for the case that the parent is no longer there to stop us
+        signal.alarm(int(timeout) + 10)  # in case the parent is gone and cannot stop us
         try:
             result: Binary | _Unread | str = _compile(variant, target)
         except Exception as error:
@@ -400,12 +399,12 @@ def _serve(handle: int, timeout: float) -> None:
 
 
 def ttir_of(variant: Variant, target: str) -> str:
-    """The TTIR of a variant for a target, after Triton's own passes."""
+    """Return the TTIR of a variant for a target, after Triton's own passes."""
     return _compiled_to("ttir", variant, target)
 
 
 def ttgir_of(variant: Variant, target: str) -> str:
-    """The TTGIR of a variant for a target, compiled in this process: a fraction of the time that its binary takes."""
+    """Return the TTGIR of a variant for a target, in a fraction of the time of a full compilation."""
     return _compiled_to("ttgir", variant, target)
 
 
@@ -436,28 +435,28 @@ def _compile(variant: Variant, target: str) -> Binary | _Unread:
     kernel = kernel_of(variant)
     names = [name for name, _ in variant.signature]
     if names != list(kernel.arg_names):
-        raise ValueError(f"the signature names {names}, the kernel {list(kernel.arg_names)}")
+        raise ValueError(f"the signature has parameters {names}, but the kernel has {list(kernel.arg_names)}")
     types, constants = variant.types(), dict(variant.constants)
     expected = {name for name, kind in types.items() if kind == "constexpr"}
     if expected != set(constants):
-        raise ValueError(f"constants are given for {sorted(constants)}, but needed for {sorted(expected)}")
+        raise ValueError(f"constants were passed for {sorted(constants)}, but needed for {sorted(expected)}")
     if wrong := set(variant.divisible) - set(types):
         raise ValueError(f"the kernel has no integer parameters {sorted(wrong)} that could be divisible")
     gpu = triton_target(target)
     compiled = build(kernel, variant, gpu)
     if gpu.backend == "cuda":
         cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-        found = machine_code.resources(cubin, lambda: _assembler_log(ptx, gpu, options_of(variant)))
+        resources = machine_code.resources(cubin, lambda: _assembler_log(ptx, gpu, options_of(variant)))
         fp64 = re.search(_PTX_FP64, ptx) is not None
         opcodes: Counter[str] = Counter()
     else:
-        found, opcodes = machine_code.read_assembly(compiled.asm["amdgcn"])
+        resources, opcodes = machine_code.read_assembly(compiled.asm["amdgcn"])
         fp64 = any("_f64" in opcode for opcode in opcodes)
     binary = Binary(
         target=target,
-        registers=found.registers,
-        spill_bytes=found.spill_bytes,
-        stack=found.stack,
+        registers=resources.registers,
+        spill_bytes=resources.spill_bytes,
+        stack=resources.stack,
         shared=compiled.metadata.shared,
         loads={},
         stores={},
@@ -476,7 +475,7 @@ _PTX_FP64 = re.compile(r"(?<![\w.])(?!(?:ld|st|mov|selp)\b)[a-z]\w*(?:[.:]+\w+)*
 
 
 def _assembler_log(ptx: str, gpu: Any, options: dict[str, Any]) -> str:
-    """What ptxas -v says when it is run exactly as Triton runs it, whose options differ between releases."""
+    """Return the output of ptxas -v, run exactly as Triton runs it: its options differ between releases."""
     from triton import knobs
     from triton.backends.compiler import Language
     from triton.compiler import make_backend

@@ -1,11 +1,11 @@
-"""Accesses to tensor memory that come too early: a search for a mistake of Triton itself.
+"""Search TTGIR for premature accesses to tensor memory, a mistake of Triton itself.
 
-The sums of a dot are in tensor memory on sm_100 and sm_103. An MMA adds to a tile of it while the program goes on; when
-it and every MMA before it are done, it arrives at a barrier. To read the tile, a program must first wait there.
-Triton 3.6 to 3.8 get this wrong where two dots of a pipelined loop add to one accumulator: the wait for the second
-is for that of the iteration before, its sums are read before they are written, and half of the result is missing. No
-error tells. The TTGIR shows it, without a GPU: `early_accesses` follows its control flow, with the MMAs that
-may still be running.
+On sm_100 and sm_103, the accumulators of a dot are in tensor memory. An MMA adds to a tile of it while the program goes
+on; once it and every MMA before it are done, it arrives at a barrier. To read the tile, a program must first wait
+there. Triton 3.6 to 3.8 get this wrong where two dots of a pipelined loop add to one accumulator: the wait for the
+second is for that of the iteration before, its accumulator is read before it is written, and half of the result is
+missing, without an error. The TTGIR shows it, without a GPU: `early_accesses` follows its control flow, with the MMAs
+that may still be running.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-# Each loop is followed for these numbers of iterations: a wait for an older iteration shows in the second or third.
+# Iteration counts to follow each loop for: a wait for an older iteration shows in the second or third.
 _TRIPS = range(4)
 
 _VALUE = re.compile(r"%[\w#]+")
 _OPERATION = re.compile(r'(?:(?P<results>%.*?) = )?"?(?P<name>[a-z][\w.]*)"?(?P<rest>.*)')
 _LOCATION = re.compile(r" loc\((#\w+|unknown)\)$")
-# a, b, sums[token], ..., barrier[predicate], ...
+# a, b, accumulator[token], ..., barrier[predicate], ...
 _MMA = re.compile(r" %[\w#]+, %[\w#]+, (%[\w#]+)(?:\[[^\]]*\])?,(.*?) : ")
 _EVENTS = ("ttng.tc_gen5_", "ttng.wait_barrier", "ttng.tmem_load", "ttng.tmem_store")
-# The same memory, or a part of it.
+# Views of memory, or of a part of it.
 _VIEWS = {
     "ttng.tmem_subslice",
     "ttg.memdesc_subslice",
@@ -33,32 +33,31 @@ _VIEWS = {
     "ttg.memdesc_reshape",
     "ttg.memdesc_trans",
 }
-# Control flow that is not followed.
+# Unsupported control flow.
 _UNKNOWN = re.compile(r"^ *(?:%.* = )?(scf\.while|cf\.\w+|tt\.call|ttg\.warp_specialize)\b", re.MULTILINE)
 
 
 def early_accesses(ttgir: str) -> list[str]:
-    """The loads and stores of a tile of tensor memory to which an MMA may still be adding, each with its line in the
-    kernel's source.
+    """Return loads and stores of tiles of tensor memory to which an MMA may still be adding, with their source lines.
 
     Conditions are not evaluated. The predicates of MMAs, waits, loads and stores count as true; of an `if`, each branch
-    is taken that has one of these; all loops of the kernel run equally often. So a wait under the wrong condition is
-    not found, but one for the wrong MMA is. What cannot be followed is reported too.
+    with one of these is taken; all loops of the kernel run equally often. So a wait under the wrong condition goes
+    unnoticed, but one for the wrong MMA is found. Unsupported control flow is reported too.
     """
     if "ttng.tmem_load" not in ttgir:
         return []
     if unknown := _UNKNOWN.search(ttgir):
         return [f"not checked: {unknown[1]} cannot be followed"]
     kernel = _parse(ttgir)
-    found: dict[_Operation, None] = {}
+    early: dict[_Operation, None] = {}
     for trips, otherwise in product(_TRIPS, (False, True)):
         run = _Run(trips, otherwise)
         run.region(kernel)
-        found |= run.early
-    return list(dict.fromkeys(f"{o.name} at {_source(ttgir, o.location)}" for o in found))
+        early |= run.early
+    return list(dict.fromkeys(f"{o.name} at {_source(ttgir, o.location)}" for o in early))
 
 
-# ---- reading --------------------------------------------------------------------------------------------------
+# ---- parsing --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -73,12 +72,12 @@ class _Operation:
         return _VALUE.findall(self.rest.split(" : ")[0])
 
     def matters(self) -> bool:
-        """Whether it, or an operation inside of it, has to do with tensor memory."""
+        """Return whether it, or an operation inside it, concerns tensor memory."""
         return self.name.startswith(_EVENTS) or any(o.matters() for region in self.regions for o in region)
 
 
 def _parse(ttgir: str) -> list[_Operation]:
-    """The operations of the module, of which each is on a line of its own, with those of its regions inside of it."""
+    """Return the module's operations, each of which is on a line of its own, with nested regions inside them."""
     top: list[_Operation] = []
     open_regions = [top]
     for line in ttgir.splitlines():
@@ -98,14 +97,14 @@ def _parse(ttgir: str) -> list[_Operation]:
 
 
 def _results(text: str) -> Iterator[str]:
-    """The names in "%a, %b:2": %a, %b#0, %b#1."""
+    """Yield the names in "%a, %b:2": %a, %b#0, %b#1."""
     for name in filter(None, text.split(", ")):
         base, _, count = name.partition(":")
         yield from [f"{base}#{i}" for i in range(int(count))] if count else [base]
 
 
 def _source(ttgir: str, location: str) -> str:
-    """The file and line that a location stands for: of a call, those inside of the function that is called."""
+    """Return the file and line of a location: for an inlined call, the line inside the called function."""
     while match := re.search(rf"^{location} = loc\((.*)\)$", ttgir, re.MULTILINE):
         if line := re.search(r'([^/"]*)":(\d+):', match[1]):
             return f"{line[1]}:{line[2]}"
@@ -113,10 +112,10 @@ def _source(ttgir: str, location: str) -> str:
     return "an unknown line"
 
 
-# ---- following ------------------------------------------------------------------------------------------------
+# ---- abstract execution ---------------------------------------------------------------------------------------
 
-# What a name stands for: a new object each time that its operation is executed, so that barriers of different
-# iterations are told apart; an element of an array of barriers or tiles is the pair of the array and its index.
+# Value of a name: a new object each time its operation is executed, which distinguishes barriers of different
+# iterations; an element of an array of barriers or tiles is the pair of the array and its index.
 _Value = object
 
 
@@ -128,17 +127,17 @@ class _Issued(NamedTuple):
 
 
 class _Run:
-    """One way through a kernel: with how many iterations of its loops, and through which branches."""
+    """A path through a kernel: the number of loop iterations, and the branches taken."""
 
     def __init__(self, trips: int, otherwise: bool) -> None:
         self.trips = trips
         self.otherwise = otherwise
         self.values: dict[str, _Value] = {}
-        self.running: list[_Issued] = []  # in the order in which they were issued and will be done
+        self.running: list[_Issued] = []  # in order of issue, in which they also finish
         self.early: dict[_Operation, None] = {}
 
     def region(self, operations: list[_Operation]) -> list[_Value]:
-        """Executes a region and returns what it yields."""
+        """Execute a region and return the values that it yields."""
         for operation in operations:
             if operation.name == "scf.yield":
                 return [self.value(name) for name in operation.operands()]
@@ -147,10 +146,10 @@ class _Run:
         return []
 
     def value(self, name: str) -> _Value:
-        return self.values.setdefault(name, object())  # arguments of the kernel are defined by no operation
+        return self.values.setdefault(name, object())  # no operation defines the kernel's arguments
 
     def execute(self, operation: _Operation) -> list[_Value]:
-        """Executes an operation and returns its results, or nothing if they do not matter."""
+        """Execute an operation and return its results, or nothing if they do not matter."""
         name, operands = operation.name, operation.operands()
         if name == "scf.for":
             return self.loop(operation)
@@ -193,7 +192,7 @@ class _Run:
         operands = _MMA.match(operation.rest)
         if operands is None:
             raise ValueError(f"an MMA in an unknown notation: {operation.rest}")
-        if "is_async" in operation.rest:  # otherwise it is done when the program goes on
+        if "is_async" in operation.rest:  # otherwise the program waits for it
             barriers = re.findall(r"(%[\w#]+)\[", operands[2])
             self.running.append(_Issued(self.value(operands[1]), [self.value(name) for name in barriers]))
 
@@ -202,7 +201,7 @@ class _Run:
             self.early[operation] = None
 
     def wait(self, barrier: _Value) -> None:
-        """The oldest that arrives at the barrier is done, and with it all before it."""
+        """Retire the oldest issued operation that arrives at the barrier, and all before it."""
         for index, issued in enumerate(self.running):
             if barrier in issued.barriers:
                 del self.running[: index + 1]

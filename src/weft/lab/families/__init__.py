@@ -1,8 +1,8 @@
-"""Every family of ops: the problems it is judged on, what it must compute, and what is known of its kernels.
+"""Registry of op families: their workloads, truths and facts about their kernels.
 
-One registry. Tests, benchmarks, audits, the ahead-of-time builder and the docs look ops and kernels up here. A new op
-adds a module with a `FAMILY` and inherits every check. Importing it needs neither Loom nor NumPy, since `weft bench`
-and `weft aot build` need neither on a GPU: the functions of truths that need them import them.
+Tests, benchmarks, audits, the ahead-of-time builder and the docs look up ops and kernels here. A new op adds a module
+with a `FAMILY` and inherits every check. Importing this package needs neither Loom nor NumPy, because `weft bench` and
+`weft aot build` do not on a GPU; truths that need them import them when called.
 
 >>> from weft.lab.families import for_op
 >>> str(for_op("norm", "inference")[0])
@@ -69,40 +69,40 @@ _LOADED = _merged(family.loaded for family in FAMILIES)
 
 
 def for_op(op: str, *tags: str) -> tuple[Workload, ...]:
-    """Return the workloads of an op of the catalogue that have all of the tags."""
+    """Return the workloads of an op that have all of the tags."""
     return tuple(w for w in WORKLOADS if w.op == op and w.tags.issuperset(tags))
 
 
 def distinct(workloads: tuple[Workload, ...] = WORKLOADS) -> tuple[Workload, ...]:
-    """Return one workload for each op, shape and set of options: of those that differ only in rows, the first."""
+    """Return one workload per op, shape and set of options: the first of those that differ only in rows."""
     return tuple({(w.op, w.name, w.options): w for w in reversed(workloads)}.values())[::-1]
 
 
 def flops_of(workload: Workload) -> int | None:
-    """Return the floating-point operations of the products of a workload, or None if it has no products."""
+    """Return the FLOPs of a workload's products, or None if it has no products."""
     return _FLOPS[workload.op](workload) if workload.op in _FLOPS else None
 
 
-# ---- what ops must compute ------------------------------------------------------------------------------------
+# ---- truths ---------------------------------------------------------------------------------------------------
 
 
 def truth_of(op: str) -> Truth | None:
-    """Return the truth of an op, or None if its reference serves."""
+    """Return the truth of an op, or None if its reference is the truth."""
     return _TRUTHS.get(op)
 
 
 def encoded_of(op: str) -> Encode | None:
-    """Return the function that computes the elements behind an op's quantized results, or None for the usual one."""
+    """Return the function that computes an op's results before quantization, or None for the default."""
     return _ENCODED.get(op)
 
 
 def results_of(function: Callable[..., Any]) -> NameResults | None:
-    """Return the function that names the results of a public function, or None if they name themselves."""
+    """Return the function that names the results of a public function, or None if its results have names."""
     return _RESULTS.get(function)
 
 
 def chain_of(op: str, options: str) -> BuildChain | None:
-    """Return the function that builds the chain of an op with a set of options, or None if there is no chain."""
+    """Return the builder of the chain for an op with a set of options, or None."""
     return _CHAINS.get((op, options))
 
 
@@ -110,20 +110,20 @@ def chain_of(op: str, options: str) -> BuildChain | None:
 
 
 def moved_of(kernel: str) -> Moved | None:
-    """Return the tensors that a kernel moves in whole tiles, or None if the usual names of parameters tell."""
+    """Return the tensors that a kernel moves in whole tiles, or None if the parameter names follow the convention."""
     return _MOVED.get(kernel)
 
 
 def width_of(kernel: str) -> Width | None:
-    """Return the width of accesses that a kernel needs besides the usual ones, or None."""
+    """Return the access width that a kernel needs beyond the default, or None."""
     return _WIDTHS.get(kernel)
 
 
 def spills_of(kernel: str, target: str) -> int:
-    """Return how many bytes a kernel is known to spill on a target."""
+    """Return the number of bytes that a kernel is known to spill on a target."""
     return _SPILLS.get((kernel, target), 0)
 
 
 def loaded_of(kernel: str, parameter: str) -> Loaded | None:
-    """Return the assumptions of a kernel about the integers in a tensor, or None if it makes none."""
+    """Return a kernel's assumptions about the integers in a tensor, or None if it makes none."""
     return _LOADED.get((kernel, parameter))

@@ -1,11 +1,11 @@
-"""Inputs and truth of heads that are normed and rotated, which `qkv` and `rope` share.
+"""Inputs and truth of normalized and rotated heads, shared by `qkv` and `rope`.
 
 Among the options of a workload are
 
 - `norm`: the arguments of `HeadNorm`, and `vectors`: which of its weights and biases to draw.
 - `rotation`: the arguments of `Rotation` except its tables; `turned`: how many quarters of a head are rotated.
-- `angles`: "table" for cos and sin of all positions; "samples" for tables of each sample's own; "packed" for a base,
-  with positions that begin again; "three" for a base, with positions of three axes; "none" for a base alone.
+- `angles`: "table": cos and sin of all positions; "samples": tables per sample; "packed": a base, with positions that
+  restart; "three": a base, with positions of three axes; "none": only a base.
 - `layouts`: the layouts of input and results.
 """
 
@@ -24,7 +24,7 @@ from ..truth import EPS32, ROUNDINGS
 
 
 def _positions(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
-    """Return positions of several sequences one after the other, of odd lengths; some are far from the beginning."""
+    """Return positions of several packed sequences of odd lengths, some of them large."""
     tokens = shape[-1]
     positions = torch.arange(tokens, dtype=torch.int32) % 1021
     positions[tokens // 2 :] += 1 << 19
@@ -43,7 +43,7 @@ def sizes_of(settings: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int
 def draw_objects(
     inputs: Inputs, settings: dict[str, Any], batch: int, tokens: int, dim: int
 ) -> dict[str, Any]:
-    """Draw the arguments of which norm and rotation are built: their options, and their tensors."""
+    """Draw the arguments from which norm and rotation are built: their options and tensors."""
     norm = settings.get("norm", {})
     mean = 1.0 - norm.get("weight_offset", 0.0)
     tensors: dict[str, Any] = {
@@ -77,7 +77,7 @@ FEW = ROUNDINGS * EPS32
 
 
 def spelled_rotation(rotation: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a rotation by the names that they have where they are arguments one by one."""
+    """Return the options of a rotation, by the names of the spelled-out arguments."""
     return {
         "base": rotation.get("base"),
         "rope_dim": rotation["dim"],
@@ -92,7 +92,7 @@ def rotation_of(
     cos: Tensor | None, sin: Tensor | None, base: float | None, dim: int | None, style: Any, out_style: Any,
     first: bool, sections: Any, scaling: str,
 ) -> Rotation | None:  # fmt: skip
-    """Build a rotation, or None if nothing says by which angles."""
+    """Build a rotation, or return None if no angles are given."""
     if cos is None and sin is None and base is None:
         return None
     return Rotation(base, cos, sin, dim, style, out_style, first, sections, scaling)
@@ -102,7 +102,7 @@ Pairs = tuple[Tensor, Tensor]
 
 
 def read_and_written(a: dict[str, Any], rope_dim: int, dim: int) -> tuple[Pairs, Pairs]:
-    """Return the indices of elements that are rotated with each other, and the indices they are written to."""
+    """Return the indices of the rotated pairs, and the indices they are written to."""
     styles = (a["style"], a["out_style"] or a["style"])
     if a.get("inverse"):
         styles = styles[::-1]
@@ -146,7 +146,7 @@ def angles(a: dict[str, Any], rope_dim: int, batch: int, tokens: int) -> tuple[T
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, read: Pairs, written: Pairs) -> Tensor:
-    """Rotate elements with each other, by indices."""
+    """Rotate pairs of elements given by their indices."""
     y = x.clone()
     (i, j), (to_i, to_j) = read, written
     y[..., to_i] = x[..., i] * cos - x[..., j] * sin
@@ -175,7 +175,7 @@ def as_canonical(x: Tensor, layout: str, batch: int) -> Tensor:
 
 
 class Head:
-    """One part of the projection on its way through norm and rotation, and the sizes of the terms that are added up."""
+    """Norm and rotation of one part of the projection, with the sizes of the terms that are summed."""
 
     def __init__(self, a: dict[str, Any], weight: Tensor | None, bias: Tensor | None, rotation: Any) -> None:
         self.a, self.weight, self.bias, self.rotation = a, weight, bias, rotation
@@ -184,9 +184,9 @@ class Head:
         return x if self.rotation is None else rotate_pairs(x, *self.rotation)
 
     def size(self, x: Tensor, back: bool = False) -> Tensor:
-        """Return the size of the largest term of a rotation of elements of these sizes, or back.
+        """Return the sizes of rotated elements from the sizes of the inputs, or with `back` of the inverse rotation.
 
-        A cosine is off by an ulp of 1."""
+        A computed cosine is off by an ulp of 1."""
         if self.rotation is None:
             return x
         cos, sin, *places = self.rotation
@@ -199,7 +199,7 @@ class Head:
         return y
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (y, its noise)."""
+        """Return y and its noise."""
         a = self.a
         after, layer = a["norm_after"], a["qk_norm"] == "layer"
         value, size = x, x.detach().abs()

@@ -23,8 +23,8 @@ from ..family import Compute, Family
 from ..problem import Call, Inputs, Workload
 from ..truth import EPS32, Near, arguments
 
-# Query heads, how many of them share one of keys, and the numbers of heads of queries and of values. Two groups of each
-# model's heads, since the others are the same: few heads and many sequences move as many bytes.
+# (query heads, query heads per key head, dim, v_dim). Two groups of each model's heads suffice, since all groups are
+# alike: few heads of many sequences move as many bytes.
 HEADS: dict[str, tuple[int, int, int, int]] = {
     "qwen3-30b-a3b/heads": (16, 8, 128, 128),
     "llama3-8b/heads": (8, 4, 128, 128),
@@ -34,9 +34,9 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
     "odd/heads": (10, 5, 72, 24),
 }
 
-# Further arguments of `attention`, and: tokens, the queries of each sequence; keys, how many keys it has if that is
-# another number; sinks, packed and kv_lengths say that such tensors are made; codes, the format of queries and keys.
-# Tokens and keys become settings of the workloads: numbers that may be others, as those of its shape.
+# Further arguments of `attention`, and: tokens, the queries per sequence; keys, its keys if not as many; sinks, packed
+# and kv_lengths: create these tensors; codes: the format of queries and keys. Tokens and keys become settings of the
+# workloads, which may vary like the sizes of its shape.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 100, "is_causal": True},
     "packed": {"tokens": 90, "packed": True, "is_causal": True, "return_lse": True},
@@ -91,12 +91,12 @@ def _starts(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, int]:
 
 
 def _shaped(layout: str, rows: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
-    whole = {
+    shapes = {
         "bhsd": (rows, heads, tokens, dim),
         "bshd": (rows, tokens, heads, dim),
         "sbhd": (tokens, rows, heads, dim),
     }
-    return whole[layout]
+    return shapes[layout]
 
 
 def _heads(workload: Workload, width: int) -> tuple[int, int, int, int]:
@@ -166,7 +166,7 @@ def attention_backward(
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """Build the backward of the same call, of results as the forward leaves them."""
+    """Build the backward of the same call, on results of the forward."""
     tensors, options = _tensors(workload, inputs, shape)
     layout = "thd" if "cu_seqlens" in tensors else options.get("layout", "bhsd")
     on_meta = inputs.device.type == "meta"
@@ -231,13 +231,13 @@ def _flops(workload: Workload) -> int:
 
 # ---- truth: sequence by sequence and head by head -------------------------------------------------------------
 
-# Where the batch, the tokens and the heads are.
+# Axes of batch, tokens and heads.
 PLACES = {"bhsd": (0, 2, 1), "bshd": (0, 1, 2), "sbhd": (1, 0, 2)}
 
 
 @dataclass
 class Head:
-    """One head of one sequence: where it is in tensors [batch, tokens, heads, dim]."""
+    """Location of one head of one sequence in tensors [batch, tokens, heads, dim]."""
 
     batch: int
     queries: slice
@@ -302,7 +302,7 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None, upper_le
 
 @dataclass
 class Weights:
-    """Scores and probabilities of a head, and the relative error that fp32 may make in p."""
+    """Scores and probabilities of a head, and the relative error of p that fp32 may cause."""
 
     scores: Tensor
     slope: Tensor
@@ -312,7 +312,7 @@ class Weights:
 
 
 def weights_of(q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, Any]) -> Weights:
-    """Compute scores, probabilities and lse of a head, and how far fp32 may be from them."""
+    """Compute scores, probabilities and lse of a head, and their error bound for fp32."""
     scale = q.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
     cap = args["softcap"] or 0.0
     s = scale * (q @ k.T)
@@ -326,7 +326,7 @@ def weights_of(q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, 
     terms = torch.cat([s, torch.full((len(q), 1), sink, dtype=s.dtype)], 1)
     lse = torch.logsumexp(terms, 1)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[:, None])
-    # Scores in base 2 lose a few roundings of their size, and so does what is subtracted from them.
+    # Scores in base 2, and what is subtracted from them, are off by a few roundings of their size.
     largest = torch.where(seen, size, 0.0).amax(1, keepdim=True) if k.numel() else s.new_zeros(len(q), 1)
     largest = largest + torch.where(lse.isfinite(), lse.abs(), 0.0)[:, None]
     error = EPS32 * ((q.shape[-1] / 16 + 8) * largest + len(k) / 16 + 16)
@@ -345,7 +345,7 @@ def half_step(dtype: torch.dtype) -> float:
 
 @dataclass
 class Buffers:
-    """Truth and noise of a result or gradient, which are filled head by head."""
+    """Truth and noise of a result or gradient, filled head by head."""
 
     truth: Tensor
     noise: Tensor
@@ -358,7 +358,7 @@ class Buffers:
         return Near(self.truth, self.noise)
 
 
-# Weights below the normal numbers of e4m3 are rounded by as much, relative to the largest of their row.
+# Rounding error of weights below e4m3's normal range, relative to the largest weight of the row.
 LEAST_WEIGHT = 2.0**-18
 
 
@@ -438,7 +438,7 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
         if dy is None and dlse is None:
             continue
         do = torch.zeros_like(out) if dy is None else dy[b, i, h]
-        # delta is made of the rounded y.
+        # The kernels compute delta from the rounded y.
         delta = (do * out).sum(1, keepdim=True)
         delta_noise = (do.abs() * (noise + (rounding or EPS32) * (out.abs() + noise))).sum(1, keepdim=True)
         delta_noise += sum_error(v.shape[-1]) * (do * out).abs().sum(1, keepdim=True)
@@ -525,7 +525,7 @@ def _causal_backward(call: Call) -> Chain:
 
 FAMILY = Family(
     workloads=WORKLOADS,
-    # Backward has the scores once more, and the gradients of scores, queries, keys and values: seven products for two.
+    # Backward recomputes scores in both kernels: seven products, where forward has two.
     flops={"attention": _flops, "attention_backward": lambda workload: _flops(workload) * 7 // 2},
     truths={"attention": attention_truth, "attention_backward": attention_backward_truth},
     encoded={"attention": _encoded},

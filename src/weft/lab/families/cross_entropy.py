@@ -1,4 +1,4 @@
-"""The loss, over vocabularies of real models."""
+"""Cross entropy over vocabularies of real models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARIES: dict[str, int] = {
     "odd/33": 33,
 }
 
-# Arguments of `cross_entropy`. "ignored": n means that every n-th token has no target; "weighted": classes have
+# Arguments of `cross_entropy`. "ignored": n leaves every n-th token without a target; "weighted": classes have
 # weights.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -50,7 +50,7 @@ _USED: dict[str, tuple[str, ...]] = {
 
 
 def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Draw logits as a trained model gives them: for every other token the target's logit is raised."""
+    """Draw logits like those of a trained model: every other token has a raised target logit."""
     settings = dict(workload.settings)
     *lead, cols = shape
     logits = inputs.normal(*shape, std=2.0)
@@ -161,17 +161,17 @@ WORKLOADS: tuple[Workload, ...] = tuple(
 # ---- truth ----------------------------------------------------------------------------------------------------
 
 
-def _noise_of_sums(cols: int) -> float:
+def _sum_noise(cols: int) -> float:
     """Return the relative error of a sum of exponentials.
 
-    Each is off by a few roundings, and lanes add up chains of them."""
+    Each term has a few roundings of error, and lanes add up chains of them."""
     return EPS32 * (8 + math.sqrt(cols / 128))
 
 
 def cross_entropy_truth(
     a: dict[str, Any], upstream: dict[str, Tensor] | None = None
 ) -> dict[str, Near | Tensor]:
-    """Return loss, lse, entropy and accuracy of arguments of `cross_entropy`, and with gradients of them dlogits."""
+    """Return loss, lse, entropy and accuracy of arguments of `cross_entropy`; with upstream gradients also dlogits."""
     leaf = a["logits"].detach().double().requires_grad_()
     x = leaf.reshape(-1, leaf.shape[-1])
     rows, cols = x.shape
@@ -180,8 +180,8 @@ def cross_entropy_truth(
     wrong = ~ignored & ((y < 0) | (y >= cols))
     valid = ~(ignored | wrong)
     y = y.where(valid, 0)
-    there = x.detach() > -torch.inf
-    u = x if a["softcap"] is None else torch.where(there, a["softcap"] * torch.tanh(x / a["softcap"]), x)
+    finite = x.detach() > -torch.inf
+    u = x if a["softcap"] is None else torch.where(finite, a["softcap"] * torch.tanh(x / a["softcap"]), x)
     scale = 1 / a["temperature"]
     z = u * scale
     lse = torch.logsumexp(z, 1)
@@ -194,51 +194,51 @@ def cross_entropy_truth(
     share = weight[y].where(valid, 0.0)
     spread = torch.zeros_like(loss)
     if alpha:
-        spread = -torch.where(there, weight * log_p.masked_fill(~there, 0.0), 0.0).sum(1)
-        loss = loss + alpha / there.sum(1) * spread
+        spread = -torch.where(finite, weight * log_p.masked_fill(~finite, 0.0), 0.0).sum(1)
+        loss = loss + alpha / finite.sum(1) * spread
     loss = loss + a["z_loss"] * lse**2
     p = log_p.exp()
-    entropy = -torch.where(p > 0, p * log_p.masked_fill(~there, 0.0), 0.0).sum(1)
+    entropy = -torch.where(p > 0, p * log_p.masked_fill(~finite, 0.0), 0.0).sum(1)
     masked = lambda v: torch.where(valid, v, torch.where(wrong, torch.nan, 0.0))  # noqa: E731
     loss, lse, entropy = masked(loss), masked(lse), masked(entropy)
-    first = (z.detach().argmax(1) == y) & valid  # of equals the first
-    # ---- how far fp32 may be from it
-    sums = _noise_of_sums(cols)
+    first = (z.detach().argmax(1) == y) & valid  # the first among equals
+    # ---- error allowed to fp32
+    sums = _sum_noise(cols)
     d = lambda v: v.detach().abs()  # noqa: E731
-    size = z.detach().masked_fill(~there, 0.0).abs()
-    of_z = torch.zeros_like(size) if a["softcap"] is None and scale == 1 else 2 * EPS32 * size
+    size = z.detach().masked_fill(~finite, 0.0).abs()
+    z_err = torch.zeros_like(size) if a["softcap"] is None and scale == 1 else 2 * EPS32 * size
     if a["softcap"] is not None:
-        of_z = of_z + 4 * EPS32 * a["softcap"] * scale
+        z_err = z_err + 4 * EPS32 * a["softcap"] * scale
     largest = z.detach().amax(1)
-    off = sums + of_z.amax(1)  # of log(total)
-    t = (z.detach() - largest[:, None]).masked_fill(~there, 0.0).abs()
+    log_total_err = sums + z_err.amax(1)  # error of log(total)
+    t = (z.detach() - largest[:, None]).masked_fill(~finite, 0.0).abs()
     log_total = (torch.logsumexp(z, 1) - largest).detach().abs()
-    of_nll = off + 2 * EPS32 * (d(picked) + log_total)
-    of_lse = off + EPS32 * (d(lse) + log_total + largest.abs())
-    of_loss = (1 - alpha) * weight[y] * of_nll + 4 * EPS32 * d(loss)
+    nll_err = log_total_err + 2 * EPS32 * (d(picked) + log_total)
+    lse_err = log_total_err + EPS32 * (d(lse) + log_total + largest.abs())
+    loss_err = (1 - alpha) * weight[y] * nll_err + 4 * EPS32 * d(loss)
     if alpha:
-        mean_weight = torch.where(there, weight, 0.0).sum(1) / there.sum(1)
-        distance = (z.detach() - z.detach().gather(1, y[:, None])).masked_fill(~there, 0.0).abs().amax(1)
-        of_loss = of_loss + alpha * mean_weight * (of_nll + 2 * sums * distance)
-    of_loss = of_loss + 4 * abs(a["z_loss"]) * d(lse) * of_lse
+        mean_weight = torch.where(finite, weight, 0.0).sum(1) / finite.sum(1)
+        distance = (z.detach() - z.detach().gather(1, y[:, None])).masked_fill(~finite, 0.0).abs().amax(1)
+        loss_err = loss_err + alpha * mean_weight * (nll_err + 2 * sums * distance)
+    loss_err = loss_err + 4 * abs(a["z_loss"]) * d(lse) * lse_err
     moment = (p.detach() * t).sum(1)
-    of_entropy = (2 + log_total + 2 * moment) * (off + 8 * EPS32) + (p.detach() * t * of_z).sum(1)
+    entropy_err = (2 + log_total + 2 * moment) * (log_total_err + 8 * EPS32) + (p.detach() * t * z_err).sum(1)
     shape = a["target"].shape
     reduction = a["reduction"]
     values: dict[str, Tensor] = {"lse": lse.view(shape), "entropy": entropy.view(shape)}
-    noise = {"lse": of_lse.view(shape), "entropy": of_entropy.view(shape)}
-    of_total = (of_loss + EPS32 * rows**0.5 * d(loss)).where(valid, 0.0).sum()
+    noise = {"lse": lse_err.view(shape), "entropy": entropy_err.view(shape)}
+    total_err = (loss_err + EPS32 * rows**0.5 * d(loss)).where(valid, 0.0).sum()
     hits, divisor = first.double(), torch.ones(())
     if reduction == "none":
-        values["loss"], noise["loss"], accuracy = loss.view(shape), of_loss.view(shape), hits.view(shape)
+        values["loss"], noise["loss"], accuracy = loss.view(shape), loss_err.view(shape), hits.view(shape)
     elif reduction == "sum":
-        values["loss"], noise["loss"], accuracy = loss.sum(), of_total, hits.sum()
+        values["loss"], noise["loss"], accuracy = loss.sum(), total_err, hits.sum()
     else:
         divisor = share.sum()
         empty = divisor == 0 and a["all_ignored"] == "zero"
         none = 0.0 if a["all_ignored"] == "zero" else torch.nan
         values["loss"] = loss.sum() * 0 if empty else loss.sum() / divisor
-        noise["loss"] = of_total / divisor + 4 * EPS32 * d(values["loss"])
+        noise["loss"] = total_err / divisor + 4 * EPS32 * d(values["loss"])
         accuracy = hits.sum() / valid.sum() if valid.any() else torch.tensor(none)
     values["y"], noise["y"] = values["loss"], noise["loss"]
     expected: dict[str, Near | Tensor] = {
@@ -258,38 +258,42 @@ def cross_entropy_truth(
     (dlogits,) = torch.autograd.grad(total, leaf)
     g = per_token.get("loss", per_token.get("y", torch.zeros(rows, dtype=torch.float64)))
     g = torch.zeros_like(g) if divisor == 0 else g / divisor
-    of_p = (off + 4 * EPS32)[:, None] + EPS32 * t + of_z  # relative
-    smooth = alpha / there.sum(1) * (torch.where(there, weight, 0.0).sum(1) if alpha else 0.0)
+    p_err = (log_total_err + 4 * EPS32)[:, None] + EPS32 * t + z_err  # relative error
+    smooth = alpha / finite.sum(1) * (torch.where(finite, weight, 0.0).sum(1) if alpha else 0.0)
     factor = g * ((1 - alpha) * weight[y] + smooth + 2 * abs(a["z_loss"]) * d(lse)) + per_token.get(
         "lse", 0.0
     )
-    part = 4 * EPS32 * g[:, None] * (alpha / there.sum(1))[:, None] * weight
-    size = p.detach() * (factor[:, None] * (of_p + 4 * EPS32) + (g * 2 * abs(a["z_loss"]) * of_lse)[:, None])
-    size = size + torch.where(there, part, 0.0) if alpha else size
+    part = 4 * EPS32 * g[:, None] * (alpha / finite.sum(1))[:, None] * weight
+    size = p.detach() * (
+        factor[:, None] * (p_err + 4 * EPS32) + (g * 2 * abs(a["z_loss"]) * lse_err)[:, None]
+    )
+    size = size + torch.where(finite, part, 0.0) if alpha else size
     size = size.scatter_add(1, y[:, None], (4 * EPS32 * g * (1 - alpha) * weight[y])[:, None])
     if "entropy" in per_token:
         e = per_token["entropy"][:, None]
-        logs = log_p.detach().masked_fill(~there, 0.0).abs()
-        of_logs = (of_entropy + off)[:, None] + 4 * EPS32 * (logs + largest.abs()[:, None]) + of_z
-        size = size + e * p.detach() * ((logs + d(entropy)[:, None]) * of_p + of_logs)
+        logs = log_p.detach().masked_fill(~finite, 0.0).abs()
+        logs_err = (
+            (entropy_err + log_total_err)[:, None] + 4 * EPS32 * (logs + largest.abs()[:, None]) + z_err
+        )
+        size = size + e * p.detach() * ((logs + d(entropy)[:, None]) * p_err + logs_err)
     slope = scale * torch.ones_like(size)
-    steep = torch.zeros_like(size)
+    slope_err = torch.zeros_like(size)
     if a["softcap"] is not None:
         tanh = torch.tanh(x.detach() / a["softcap"])
         slope = slope * (1 - tanh**2)
-        steep = 8 * EPS32 * scale * torch.ones_like(size)  # 1 - tanh^2 is a difference
-    # What is multiplied by the slope, for what the slope is off by.
-    before = (
-        p.detach() * factor[:, None] + torch.where(there, part, 0.0) / (4 * EPS32)
+        slope_err = 8 * EPS32 * scale * torch.ones_like(size)  # 1 - tanh^2 is a difference
+    # The factor of the slope in dx, by which the slope's own error is multiplied.
+    slope_factor = (
+        p.detach() * factor[:, None] + torch.where(finite, part, 0.0) / (4 * EPS32)
         if alpha
         else p.detach() * factor[:, None]
     )
-    before = before.scatter_add(1, y[:, None], (g * (1 - alpha) * weight[y])[:, None])
+    slope_factor = slope_factor.scatter_add(1, y[:, None], (g * (1 - alpha) * weight[y])[:, None])
     if "entropy" in per_token:
-        before = before + e * p.detach() * (logs + d(entropy)[:, None])
-    of_dx = size * slope + before * steep + EPS32 * d(dlogits).view(size.shape)
-    of_dx = of_dx.where(valid[:, None], 0.0) + 2.0**-149
-    expected["dlogits"] = Near(dlogits, of_dx.view(leaf.shape))
+        slope_factor = slope_factor + e * p.detach() * (logs + d(entropy)[:, None])
+    dx_err = size * slope + slope_factor * slope_err + EPS32 * d(dlogits).view(size.shape)
+    dx_err = dx_err.where(valid[:, None], 0.0) + 2.0**-149
+    expected["dlogits"] = Near(dlogits, dx_err.view(leaf.shape))
     return expected
 
 
@@ -298,7 +302,7 @@ def _forward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | 
 
 
 def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the gradient of the formula for a call of the op the way autograd does."""
+    """Return the gradient of the formula for a call of the op the way autograd calls it."""
     a = arguments(Call(cross_entropy, {"logits": call["logits"], "target": call["target"]}))
     for name in ("ignore_index", "label_smoothing", "z_loss", "softcap"):
         a[name] = call[name]
@@ -313,7 +317,7 @@ def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near |
 
 
 def _backward_chain(call: Call) -> Chain:
-    """Walk back through PyTorch's own loss."""
+    """Differentiate PyTorch's own loss."""
     upstream = call["dloss"].to(call["logits"].dtype)
     return Chain(F.cross_entropy, tensors_of(call, "logits", "target"), upstream=upstream)
 
@@ -325,6 +329,6 @@ FAMILY = Family(
         ("cross_entropy", "plain"): chain(F.cross_entropy, "logits", "target"),
         ("cross_entropy_backward", "plain"): _backward_chain,
     },
-    # Besides tiles, it reads the logit of each row's target, which has two bytes.
+    # Besides tiles, the kernel reads the logit of each row's target, which has two bytes.
     widths={"cross_entropy_kernel": Width("", 16)},
 )

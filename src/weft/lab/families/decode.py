@@ -1,4 +1,4 @@
-"""Attention over caches: one token or a few of each sequence, over pages in every form."""
+"""Attention over caches: one token or a few per sequence, over every kind of paged cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..problem import Call, Inputs, Workload
 from ..truth import EPS32, Near, arguments
 from .attention import Buffers, half_step, sees, sum_error, weights_of
 
-# Query heads, how many of them share one of keys, and the numbers of heads of queries and of values.
+# (query heads, query heads per key head, dim, v_dim)
 HEADS: dict[str, tuple[int, int, int, int]] = {
     "llama3-8b/decode": (32, 4, 128, 128),
     "gpt-oss-20b/decode": (64, 8, 64, 64),
@@ -25,8 +25,8 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
     "odd/decode": (6, 3, 72, 40),
 }
 
-# Further arguments of `attention_decode`, and: tokens, of the longest sequence; page, tokens of one; queries, of each
-# sequence; cache: its dtype, and what has a scale. Tokens, page and queries become settings of the workloads.
+# Further arguments of `attention_decode`, and: tokens of the longest sequence; page: tokens per page; queries per
+# sequence; cache: its dtype and the granularity of its scales. Tokens, page and queries become workload settings.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"tokens": 130, "page": 16},
     "window-sinks": {"tokens": 700, "page": 32, "window": 127, "sinks": True},
@@ -72,12 +72,12 @@ def coded_heads(x: Tensor, dtype: torch.dtype, scaled: str) -> tuple[Tensor, Ten
 
 
 def _lengths(rows: int, tokens: int) -> list[int]:
-    """Return lengths: of four sequences two are as long as can be, one is empty, and one has a third."""
+    """Return lengths: of every four sequences two have `tokens`, one is empty, and one has a third."""
     return ([tokens, tokens, 0, tokens // 3] * (rows // 4 + 1))[:rows]
 
 
 class Decode(Workload):
-    """A workload of whose cache only the tokens that queries see have to be read."""
+    """Workload that has to read only the cached tokens that its queries see."""
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
         call, options = self.make("meta", dtype, rows), OPTIONS[self.options]
@@ -118,10 +118,10 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
             tensors[f"{name}_scale"] = scale
     if options.pop("sinks", False):
         tensors["sinks"] = inputs.normal(heads)
-    # Pages are handed out from the end.
+    # Pages are allocated from the end.
     on: dict[str, Any] = {"dtype": torch.int32, "device": inputs.device}
     tensors["page_table"] = torch.arange(rows * pages - 1, -1, -1, **on).view(rows, pages)
-    kind = torch.arange(rows, **on) % 4  # as in `_lengths`, of sizes that may be symbols
+    kind = torch.arange(rows, **on) % 4  # as in `_lengths`, but for symbolic sizes
     tensors["lengths"] = ((kind < 2) * tokens + (kind == 3) * (tokens // 3)).to(torch.int32)
     if latent:
         options["scale"] = 192**-0.5
@@ -180,7 +180,7 @@ def decode_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | T
             )
             sink = -math.inf if args.get("sinks") is None else float(args["sinks"][h])
             w = weights_of(own[:, h], k[:, head], sink, seen, options)
-            # Codes are multiplied in bf16 at the least exact; plain numbers in their own dtype; parts are joined.
+            # Codes are multiplied in bf16 at worst, plain elements in their own dtype.
             rounding = half_step(torch.bfloat16) if coded else half_step(query.dtype)
             out.truth[s, :, h] = w.p @ v[:, head]
             out.noise[s, :, h] = (w.error + rounding + sum_error(length)) * (w.p @ v[:, head].abs())

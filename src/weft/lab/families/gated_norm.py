@@ -1,4 +1,4 @@
-"""The gated norm, of what linear attention leaves, in groups or by heads."""
+"""Workloads of the gated norm of linear attention's outputs, in groups or by heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..family import Family
 from ..problem import Call, Inputs, Size, Workload, run_op
 from ..truth import DENORMAL, EPS32, ROUNDINGS, Near, arguments, straight
 
-# The shape of x, by the model it comes from. "rows" are tokens; with several sequences, those of one sequence.
+# Shapes of x, named by the model they come from. "rows" are tokens of one sequence.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/attention": (2, "rows", 2048),
     "qwen3-next-80b-a3b/heads": ("rows", 32, 128),
@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "odd/200": (2, "rows", 200),
 }
 
-# The sets of options: arguments of the function.
+# Sets of options: arguments of the function.
 _LINGHE: dict[str, Any] = {"groups": 4, "transpose": True}
 _ODD: dict[str, Any] = {**_LINGHE, "act": "silu", "weight_offset": 1.0}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the minimum of bytes."""
     moves, why = 1.02, ""
     if settings.get("quantize") == "row":
         moves, why = 2.6, "one scale to several groups: y in fp32 lies between"
@@ -117,7 +117,7 @@ def _named(used: tuple[tuple[str, str, int], ...], tag: str, backward: bool = Fa
     ]
 
 
-# A quantizing norm has the backward of the plain one, so only plain ones are listed.
+# A quantizing norm has the backward of the plain norm, so only plain norms are listed.
 _BACKWARD = tuple(used for used in _TRAINED if "quantize" not in OPTIONS[used[0]])
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -134,10 +134,10 @@ TINY = 2.0**-125  # where exp of fp32 ends
 
 
 def _noise(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return how much fp32 may add to f(g) and to f'(g).
+    """Return the possible fp32 errors of f(g) and f'(g).
 
-    A rounding of an exponent z is one of |z| in the power. Far from zero the slope of a sigmoid is as small as the
-    power is, and as precise."""
+    Rounding an exponent z changes the power by |z| roundings. Far from zero the slope of a sigmoid is as small as the
+    power, and as precise."""
     s, rest = torch.sigmoid(g), torch.sigmoid(-g)
     steps = FEW * (1 + g.abs())
     if activation == "sigmoid":
@@ -146,20 +146,20 @@ def _noise(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _activation(g: Tensor, activation: str) -> Tensor:
-    """Compute f(g), written so that autograd finds the slope with all its digits: PyTorch's has 1 - sigmoid in it."""
+    """Compute f(g) such that autograd's slope keeps full precision; PyTorch's own slope contains 1 - sigmoid."""
     e = torch.exp(torch.where(g >= 0, -g, g))
     s = torch.where(g >= 0, 1.0, e) / (1.0 + e)
     return s if activation == "sigmoid" else g * s
 
 
 def _rounded(value: Tensor, sway: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return value rounded to dtype, and how far apart its neighbors may be rounded to; the gradient passes through."""
+    """Return value rounded to dtype, and the distance to which value ± sway may round; the gradient passes through."""
     low, high = (value.detach() + side * sway for side in (-1, 1))
     return straight(value, dtype), (high.to(dtype).double() - low.to(dtype).double()).abs()
 
 
 def gated_norm_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return y, and with an upstream gradient those of x, gate and weight."""
+    """Return y, and with an upstream gradient the gradients of x, gate and weight."""
     a = arguments(call)
     names = [name for name in ("x", "gate", "weight") if a[name] is not None]
     leaves = {name: a[name].detach().double().requires_grad_() for name in names}
@@ -174,12 +174,12 @@ def gated_norm_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near
     z = (parts * rstd).flatten(-2)
     weight = leaves["weight"] + a["weight_offset"] if "weight" in leaves else torch.ones(1).double()
     f = _activation(gate, activation)
-    seen, weighted = z, z * weight
+    z_cast, weighted = z, z * weight
     flips = weighted_flips = torch.zeros_like(z)  # where fp32 may round to the other side
     if a["casting"] == "llama":
         io = a["x"].dtype
-        seen, flips = _rounded(z, FEW * z.detach().abs(), io)
-        weighted = seen * weight
+        z_cast, flips = _rounded(z, FEW * z.detach().abs(), io)
+        weighted = z_cast * weight
         weighted_flips = flips * weight.detach().abs()
         if "weight" in leaves:
             sway = weighted_flips + FEW * weighted.detach().abs()
@@ -213,7 +213,7 @@ def gated_norm_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near
         slope = slope_noise + FEW * twin.grad.abs()
         noises["gate"] = (dy * weighted).abs() * slope + speck * (1 + (dy * weight).abs() * (r + 1))
         noises["gate"] += weighted_flips * (dy * twin.grad).abs()
-        terms = (dy * seen).abs() * (f_noise + FEW * f.abs()) + speck * (1 + r) + flips * (dy * f).abs()
+        terms = (dy * z_cast).abs() * (f_noise + FEW * f.abs()) + speck * (1 + r) + flips * (dy * f).abs()
         noises["weight"] = terms.reshape(-1, terms.shape[-1]).sum(0)
     for name, leaf in leaves.items():
         assert leaf.grad is not None
@@ -232,7 +232,7 @@ def gated_norm_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[
 
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """Compute in the order of x: Inductor fails on the other one."""
+    """Compute in the order of x, since Inductor fails on the order of the gate."""
     h = x.float().unflatten(-1, (4, -1))
     y = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.float()
     gated: Tensor = y * torch.sigmoid(gate.transpose(0, 1).float())
@@ -242,7 +242,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 def _gated_norm_backward(
     x: Tensor, gate: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute in the order of x, a group at a time: Inductor fails on other ways to write it."""
+    """Compute in the order of x, one group at a time, since Inductor fails on other ways to write it."""
     batch, length, _ = x.shape
     statistics = rstd.view(length, batch, 4).transpose(0, 1)
     parts, gates, sums = [], [], []

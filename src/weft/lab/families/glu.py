@@ -1,4 +1,4 @@
-"""The gated linear units: feed-forward layers, shared experts, and experts side by side in one tensor."""
+"""Workloads of gated linear units: feed-forward layers, shared experts, and grouped experts in one tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..symbolic.loaded import Loaded
 from ..truth import EPS32, ROUNDINGS, Near, arguments
 from .quantize import quantize_both, y_and_amax
 
-# The shape of y, by the model it comes from. "rows" are tokens, or pairs of a token and an expert.
+# Shapes of y, named by the model they come from. "rows" are tokens, or pairs of a token and an expert.
 SHAPES: dict[str, tuple[Size, ...]] = {
     "linghe/shared-expert": ("rows", 512),
     "linghe/experts": ("rows", 1024),
@@ -33,9 +33,9 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "odd/200": (2, "rows", 200),
 }
 
-# The sets of options: arguments of the function, and these settings of a workload:
-#   tensors     which of up, probs and bias to make
-#   experts     how many there are; their numbers of rows are random, and the last but one has none
+# Sets of options: arguments of the function, and these settings of a workload:
+#   tensors     which of up, probs and bias to create
+#   experts     the number of experts; their row counts are random, and the last but one has no rows
 OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "geglu-tanh": {"act": "gelu_tanh", "tensors": ("up",)},
@@ -94,8 +94,8 @@ _SERVED: dict[str, tuple[str, ...]] = {
 
 
 def ends_of_experts(inputs: Inputs, rows: int, experts: int, align: int) -> Tensor:
-    """Return the ends of experts that share `rows` rows, or nearly all of them: about the same number each, and one
-    has none."""
+    """Return the ends of experts that share `rows` rows, or nearly all of them: similar counts, and one expert without
+    rows."""
     if inputs.device.type == "meta":
         return torch.empty(experts, dtype=torch.int32, device="meta")
     share = torch.rand(experts, generator=torch.Generator().manual_seed(experts)) + 0.5
@@ -138,23 +138,23 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(op: str, settings: dict[str, Any], hidden: Size) -> dict[str, Any]:
-    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the minimum of bytes."""
     assert isinstance(hidden, int)
-    apart = settings.get("layout") or "up" in settings.get("tensors", ())
+    separate = settings.get("layout") or "up" in settings.get("tensors", ())
     moves, why = 1.02, ""
     if settings.get("quantize") == "nvfp4":
         moves, why = (
             1.89 if hidden % 16 == 0 else 2.75,
             "the amax of the whole tensor comes before its first code",
         )
-    elif op == "glu_backward" and "quantize" in settings and not apart and hidden % 128:
+    elif op == "glu_backward" and "quantize" in settings and not separate and hidden % 128:
         why = (
             "a block has the end of the gate's gradient and the beginning of up's: fp32 gradients lie between"
         )
         moves = 2.7
     elif op == "glu_backward" and "bias" in settings.get("tensors", ()):
         moves, why = 1.05, "the sums of stripes of rows, which the gradient of the bias is made of"
-    elif hidden % 16 and not apart:
+    elif hidden % 16 and not separate:
         moves, why = 1.85, "gate and up begin inside sectors, which count for both"
     return {"rereads": why, "moves": moves}
 
@@ -196,13 +196,11 @@ TINY = 2.0**-125  # where exp of fp32 ends
 
 
 def activation(act: str, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return an activation as PyTorch computes it in float64."""
+    """Return PyTorch's own activation, for float64."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": lambda a: a * torch.sigmoid(alpha * a),
         "sigmoid": lambda a: torch.sigmoid(alpha * a),
-        "gelu": lambda a: (
-            0.5 * a * torch.special.erfc(-math.sqrt(0.5) * a)
-        ),  # F.gelu's 1 + erf forgets digits
+        "gelu": lambda a: 0.5 * a * torch.special.erfc(-math.sqrt(0.5) * a),  # F.gelu's 1 + erf loses digits
         "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda a: F.relu(a).square(),
@@ -211,9 +209,9 @@ def activation(act: str, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
 
 
 def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """Return how much fp32 may add to f(a) and to f'(a).
+    """Return the possible fp32 errors of f(a) and f'(a).
 
-    A rounding of an exponent z is one of |z| in the power, and what is subtracted from 1 has the precision of 1."""
+    Rounding an exponent z changes the power by |z| roundings, and a difference from 1 has the precision of 1."""
     if act in ("silu", "sigmoid"):
         z = alpha * a
         s = torch.sigmoid(z)
@@ -230,13 +228,13 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
         s = torch.sigmoid(z)
         steps = FEW * (1 + z.abs())
         bend = 1 + 2 * a.abs() * (1 + 0.134145 * a**2)
-        # PyTorch's 1 + tanh(u) of float64 forgets what s still knows.
+        # PyTorch's 1 + tanh(u) in float64 loses digits that s keeps.
         return steps * (a * s).abs() + EPS64 * a.abs(), (steps * s + EPS64) * bend
     return FEW * F.relu(a).maximum(F.relu(a).square()), FEW * F.relu(a)
 
 
 def glu_truth(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
-    """Return y, and with an upstream gradient those of x, up, probs and bias."""
+    """Return y, and with an upstream gradient the gradients of x, up, probs and bias."""
     from ..copies import regions
 
     a: dict[str, Any] = arguments(call)
@@ -246,9 +244,8 @@ def glu_truth(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         if a[name] is not None
     }
     x = leaves["x"]
-    owner = torch.full(
-        (math.prod(x.shape[:-1]),), -1
-    )  # the expert of each row; without experts it is the first
+    # The expert of each row; without experts always the first.
+    owner = torch.full((math.prod(x.shape[:-1]),), -1)
     for expert, (start, end, _) in enumerate(regions(len(owner), a["ends"], a["align"])):
         owner[start:end] = expert
     if "bias" in leaves:
@@ -263,7 +260,7 @@ def glu_truth(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
         gate, up = x[..., 0::2], x[..., 1::2]
     lead = gate.shape[:-1]
     real = (owner >= 0).view(*lead, 1)
-    gate = torch.where(real, gate, 0.0)  # nobody reads the padding
+    gate = torch.where(real, gate, 0.0)  # padding is never read
     up = up if up is None else torch.where(real, up, 0.0)
     inside, value = gate, up
     if a["limit"] is not None:
@@ -278,7 +275,7 @@ def glu_truth(call: Call, dy: Tensor | None = None) -> dict[str, Near]:
     y = torch.where(real, active * factor * probs, 0.0)
     with torch.no_grad():
         f_noise, slope_noise = _noise(inside.detach(), a["act"], alpha)
-        # f' itself: what one would get from a gradient of ones through f alone
+        # f' itself, from a gradient of ones through f
         twin = inside.detach().clone().requires_grad_()
         with torch.enable_grad():
             activation(a["act"], alpha)(twin).sum().backward()
@@ -373,8 +370,8 @@ def _compared_gradients(result: Any) -> list[Any]:
 
 # ---- kernels --------------------------------------------------------------------------------------------------
 
-# Both copies of a gradient of gate and up at 1x128 take 255 registers of 256 threads. On sm_80 and sm_89 codes are made
-# by integer arithmetic, which takes more.
+# Both copies of a gradient of gate and up at 1x128 take 255 registers of 256 threads. sm_80 and sm_89 encode by
+# integer arithmetic, which takes more.
 _SPILLS = {
     ("glu_backward_kernel", "sm_80"): 320,
     ("glu_backward_kernel", "sm_89"): 320,
@@ -382,7 +379,7 @@ _SPILLS = {
     ("glu_backward_kernel", "sm_120"): 32,
 }
 
-# Where the rows of groups end.
+# Ends of the rows of each group.
 _ENDS = Loaded(least=0, most="rows", ascending=True)
 
 

@@ -1,4 +1,4 @@
-"""The loss head: hidden states and vocabularies of real models, and small ones that every test can run."""
+"""The loss head, with hidden states and vocabularies of real models and small ones that every test can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..symbolic.loaded import Loaded
 from ..truth import EPS32, Near, arguments
 from .cross_entropy import draw_targets
 
-# (H, V, tokens). Those tagged "long" take seconds on a CPU.
+# (H, V, tokens). Names with "long" take seconds on a CPU.
 HEADS: dict[str, tuple[int, int, int]] = {
     "qwen3-0.6b/long-head": (1024, 151936, 4096),
     "cut/head": (256, 1024, 512),
@@ -29,8 +29,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "odd/33": (33, 77, 300),
 }
 
-# Arguments of `linear_cross_entropy`, or with "logprobs" of `linear_logprobs`. "ignored": n means that every n-th token
-# has no target; "biased", "weighted": there are a bias and weights of classes.
+# Arguments of `linear_cross_entropy`, or with "logprobs" of `linear_logprobs`. "ignored": n leaves every n-th token
+# without a target; "biased", "weighted": the head has a bias, and classes have weights.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sft": {"ignored": 3, "z_loss": 1e-4, "label_smoothing": 0.1},
@@ -59,8 +59,8 @@ SHARED = (
     "tiles of tokens share the weight, tiles of the vocabulary the hidden states; statistics of splits and the "
     "gradient of a block's logits are written and read back"
 )
-_OF_LOGITS: dict[str, Any] = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
-_CLASSES = ("ignored", "weighted", "biased", "logprobs", "vocab")
+_LOGIT_OPTIONS: dict[str, Any] = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
+_SETTINGS = ("ignored", "weighted", "biased", "logprobs", "vocab")
 
 
 def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _arguments(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> di
 
 
 def _options(workload: Workload) -> dict[str, Any]:
-    return {k: v for k, v in workload.settings if k not in _CLASSES}
+    return {k: v for k, v in workload.settings if k not in _SETTINGS}
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -103,7 +103,7 @@ def _backward(softcap: float | None, scale: float, **kwargs: Any) -> HeadGradien
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """Build the backward of the same call, which reads statistics and the gradients of the results asked for."""
+    """Build the backward of the same call, which reads statistics and the gradients of requested results."""
     tensors, options = _arguments(workload, inputs, shape), _options(workload)
     wanted = Wanted(options.get("return_entropy", False), "label_smoothing" in options, False)
     hidden, weight, bias, target = (
@@ -113,8 +113,8 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
         tensors["target"],
     )
     classes = tensors.get("class_weight") if wanted.spread else None
-    of_logits = (options.get(name, default) for name, default in _OF_LOGITS.items())
-    softmax = softmax_of(0, len(weight), -100, *of_logits)
+    logit_options = (options.get(name, default) for name, default in _LOGIT_OPTIONS.items())
+    softmax = softmax_of(0, len(weight), -100, *logit_options)
     outputs, order = linear_logprobs_op(
         LinearLogprobsArgs(hidden, weight, bias, target, classes, None, softmax, wanted, None)
     )
@@ -172,27 +172,27 @@ def _flops(workload: Workload) -> int:
 
 # ---- truth ----------------------------------------------------------------------------------------------------
 
-# Of a token's own sums: exponentials, logarithms, sums over tiles and splits.
+# Roundings of one token's sums: exponentials, logarithms, sums over tiles and splits.
 FEW = 32
-# What a sum of independent roundings stays below, in standard deviations.
+# Bound on a sum of independent roundings, in standard deviations.
 SIGMAS = 6.0
 
 
 def _unit(a: Tensor, b: Tensor) -> float:
-    """Return half an ulp of 1 in the dtype that the gradient of logits is stored in."""
+    """Return half an ulp of 1 in the dtype of the stored gradient of logits."""
     return torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps / 2
 
 
 def product_of_head(a: Tensor, b: Tensor) -> Near:
-    """Return a @ b, added up in one chain."""
+    """Return a @ b and the noise of summing it in one chain."""
     sizes = (a.square() @ b.square()).sqrt()
     return Near(a @ b, 4 * EPS32 * (1 + (a.shape[-1] / 2) ** 0.5) * sizes)
 
 
 def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[str, Near | Tensor]:
-    """Return loss or logprobs and all other results of the arguments of `linear_cross_entropy` or `linear_logprobs`.
+    """Return the loss or logprobs and all other results for arguments of `linear_cross_entropy` or `linear_logprobs`.
 
-    With gradients of them, also those of hidden, weight and bias."""
+    With upstream gradients, also return the gradients of hidden, weight and bias."""
     names = [name for name in ("hidden", "weight", "bias") if a.get(name) is not None]
     cols, vocab = a["weight"].shape[1], a["weight"].shape[0]
     y = a["target"].reshape(-1).long()
@@ -203,44 +203,44 @@ def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> 
     leaves = {name: a[name].detach().double().requires_grad_() for name in names}
     hidden = leaves["hidden"].reshape(-1, cols).where(valid[:, None], 0.0)
     x = hidden @ leaves["weight"].t()
-    of_x = product_of_head(hidden.detach(), leaves["weight"].detach().t()).noise
+    x_err = product_of_head(hidden.detach(), leaves["weight"].detach().t()).noise
     if "bias" in leaves:
         x = x + leaves["bias"]
-        of_x = of_x + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
+        x_err = x_err + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
     x.retain_grad()
-    there = x.detach() > -torch.inf
+    finite = x.detach() > -torch.inf
     u = x * a["logit_scale"]
     if a["softcap"] is not None:
-        u = torch.where(there, a["softcap"] * torch.tanh(u / a["softcap"]), u)
+        u = torch.where(finite, a["softcap"] * torch.tanh(u / a["softcap"]), u)
     z = u / a["temperature"]
     scale = a["logit_scale"] / a["temperature"]
-    of_z = scale * of_x + 4 * EPS32 * z.detach().masked_fill(~there, 0.0).abs()
+    z_err = scale * x_err + 4 * EPS32 * z.detach().masked_fill(~finite, 0.0).abs()
     if a["softcap"] is not None:
-        of_z = of_z + 4 * EPS32 * a["softcap"] / a["temperature"]
+        z_err = z_err + 4 * EPS32 * a["softcap"] / a["temperature"]
     lse = torch.logsumexp(z, 1)
     log_p = z - lse[:, None]
     p = log_p.exp()
     picked = log_p.gather(1, y[:, None])[:, 0]
-    logs = log_p.masked_fill(~there, 0.0)
+    logs = log_p.masked_fill(~finite, 0.0)
     entropy = -torch.where(p > 0, p * logs, 0.0).sum(1)
-    count = there.sum(1)
-    mean = torch.where(there, z, 0.0).sum(1) / count
+    count = finite.sum(1)
+    mean = torch.where(finite, z, 0.0).sum(1) / count
     squares = torch.logsumexp(2 * z, 1) - 2 * lse
-    of_mean = torch.where(there, of_z + EPS32 * z.detach().abs(), 0.0).sum(1) / count
+    mean_err = torch.where(finite, z_err + EPS32 * z.detach().abs(), 0.0).sum(1) / count
     few = FEW * EPS32
-    # Of all logits of a token together, weighted with their probabilities.
-    off = (p.detach() * of_z).sum(1)
+    # Error of a token's logits, weighted by their probabilities.
+    logits_err = (p.detach() * z_err).sum(1)
     noise = {
-        "lse": off + few * (1 + lse.detach().abs()),
-        "logprobs": off
-        + of_z.gather(1, y[:, None])[:, 0]
+        "lse": logits_err + few * (1 + lse.detach().abs()),
+        "logprobs": logits_err
+        + z_err.gather(1, y[:, None])[:, 0]
         + few * (1 + picked.detach().abs() + lse.detach().abs()),
-        "entropy": off * (1 + entropy.detach())
-        + (p.detach() * logs.detach().abs() * (of_z + few)).sum(1)
+        "entropy": logits_err * (1 + entropy.detach())
+        + (p.detach() * logs.detach().abs() * (z_err + few)).sum(1)
         + few * (1 + entropy.detach() + lse.detach().abs()),
-        "mean_logits": of_mean + few * (1 + mean.detach().abs() + lse.detach().abs()),
-        "log_sum_squares": 2 * off
-        + 2 * (torch.softmax(2 * z.detach(), 1) * of_z).sum(1)
+        "mean_logits": mean_err + few * (1 + mean.detach().abs() + lse.detach().abs()),
+        "log_sum_squares": 2 * logits_err
+        + 2 * (torch.softmax(2 * z.detach(), 1) * z_err).sum(1)
         + few * (1 + squares.detach().abs()),
     }
     values: dict[str, Tensor] = {
@@ -259,18 +259,18 @@ def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> 
         weights = a["class_weight"]
         w = torch.ones(vocab, dtype=torch.float64) if weights is None else weights.detach().double()
         loss = -(1 - alpha) * w[y] * picked + a["z_loss"] * lse**2
-        of_loss = (1 - alpha) * w[y] * noise["logprobs"] + 4 * abs(a["z_loss"]) * lse.detach().abs() * noise[
+        loss_err = (1 - alpha) * w[y] * noise["logprobs"] + 4 * abs(a["z_loss"]) * lse.detach().abs() * noise[
             "lse"
         ]
         if alpha:
-            spread = -torch.where(there, w * logs, 0.0).sum(1) / there.sum(1)
+            spread = -torch.where(finite, w * logs, 0.0).sum(1) / finite.sum(1)
             loss = loss + alpha * spread
             sizes = torch.where(
-                there, w * (of_z + few * (z.detach().abs() + lse.detach().abs()[:, None])), 0.0
+                finite, w * (z_err + few * (z.detach().abs() + lse.detach().abs()[:, None])), 0.0
             )
-            of_loss = of_loss + alpha * sizes.sum(1) / there.sum(1)
+            loss_err = loss_err + alpha * sizes.sum(1) / finite.sum(1)
         share = w[y].where(valid, 0.0)
-        values["loss"], noise["loss"] = loss, of_loss + few * loss.detach().abs()
+        values["loss"], noise["loss"] = loss, loss_err + few * loss.detach().abs()
     masked = {name: torch.where(valid, v, torch.where(wrong, torch.nan, 0.0)) for name, v in values.items()}
     noise = {name: torch.where(valid, v, 0.0) for name, v in noise.items()}
     shape = a["target"].shape
@@ -280,23 +280,23 @@ def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> 
         expected[name] = Near(value.detach(), noise[name].view(shape))
     if "reduction" in a:
         if a["reduction"] == "none":
-            results["loss"], of_loss, reached = (
+            results["loss"], loss_err, correct = (
                 masked["loss"].view(shape),
                 noise["loss"].view(shape),
                 hits.view(shape),
             )
         else:
-            results["loss"], of_loss, reached = masked["loss"].sum(), noise["loss"].sum(), hits.sum()
+            results["loss"], loss_err, correct = masked["loss"].sum(), noise["loss"].sum(), hits.sum()
             if a["reduction"] == "mean":
                 divisor = share.sum()
                 none = torch.tensor(0.0 if a["all_ignored"] == "zero" else torch.nan, dtype=torch.float64)
-                of_loss = of_loss / divisor
+                loss_err = loss_err / divisor
                 results["loss"] = results["loss"] * 0 + none if divisor == 0 else results["loss"] / divisor
-                reached = none if not valid.any() else reached / valid.sum()
+                correct = none if not valid.any() else correct / valid.sum()
         expected["loss"] = Near(
-            results["loss"].detach(), of_loss + FEW * EPS32 * results["loss"].detach().abs()
+            results["loss"].detach(), loss_err + FEW * EPS32 * results["loss"].detach().abs()
         )
-        expected["accuracy"] = reached.float()
+        expected["accuracy"] = correct.float()
         results["y"], expected["y"] = results["loss"], expected["loss"]
     else:
         expected["accuracy"] = hits.view(shape).float()
@@ -307,36 +307,36 @@ def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> 
     torch.autograd.backward(terms)
     dx = x.grad
     assert dx is not None
-    # How far dx may be off in fp32, then its rounding; both nearly independent from element to element.
-    spread_z = of_z.amax(1, keepdim=True) + few * (1 + log_p.detach().masked_fill(~there, 0.0).abs())
+    # Error of dx in fp32, then its rounding; both are nearly independent between elements.
+    p_err = z_err.amax(1, keepdim=True) + few * (1 + log_p.detach().masked_fill(~finite, 0.0).abs())
     sizes = _sizes(a, upstream, divisor, p.detach(), logs.detach(), entropy.detach(), lse.detach(), y, valid)
     slope = scale * torch.ones_like(dx)
     if a["softcap"] is not None:
         slope = slope * (1 - torch.tanh(a["logit_scale"] * x.detach() / a["softcap"]) ** 2) + 1e-6 * scale
-    of_dx = sizes * slope * spread_z
+    dx_err = sizes * slope * p_err
     unit = _unit(a["hidden"], a["weight"])
     if unit == 0.5 * torch.finfo(torch.float16).eps:
-        of_dx = of_dx + 2.0**-24 * (dx.abs().amax() + sizes.amax())
-    of_dx = torch.where(valid[:, None] & there, of_dx, 0.0)
+        dx_err = dx_err + 2.0**-24 * (dx.abs().amax() + sizes.amax())
+    dx_err = torch.where(valid[:, None] & finite, dx_err, 0.0)
     rounded = unit * dx.abs()
     weight = leaves["weight"].detach()
     plain = hidden.detach()
 
-    of_dhidden = of_dx @ weight.abs() + SIGMAS * (rounded.square() @ weight.square()).sqrt()
-    of_dhidden = of_dhidden + product_of_head(dx, weight).noise
-    of_dweight = of_dx.t() @ plain.abs() + SIGMAS * (rounded.square().t() @ plain.square()).sqrt()
-    of_dweight = of_dweight + product_of_head(dx.t(), plain).noise
+    dhidden_err = dx_err @ weight.abs() + SIGMAS * (rounded.square() @ weight.square()).sqrt()
+    dhidden_err = dhidden_err + product_of_head(dx, weight).noise
+    dweight_err = dx_err.t() @ plain.abs() + SIGMAS * (rounded.square().t() @ plain.square()).sqrt()
+    dweight_err = dweight_err + product_of_head(dx.t(), plain).noise
     gradient = leaves["hidden"].grad
     assert gradient is not None
     expected["dhidden"] = Near(
         gradient.where(valid.view(shape)[..., None], 0.0),
-        of_dhidden.where(valid[:, None], 0.0).view(gradient.shape),
+        dhidden_err.where(valid[:, None], 0.0).view(gradient.shape),
     )
     assert leaves["weight"].grad is not None
-    expected["dweight"] = Near(leaves["weight"].grad, of_dweight)
+    expected["dweight"] = Near(leaves["weight"].grad, dweight_err)
     if "bias" in leaves:
         assert leaves["bias"].grad is not None
-        noise_bias = of_dx.sum(0) + SIGMAS * rounded.square().sum(0).sqrt() + 16 * EPS32 * dx.abs().sum(0)
+        noise_bias = dx_err.sum(0) + SIGMAS * rounded.square().sum(0).sqrt() + 16 * EPS32 * dx.abs().sum(0)
         expected["dbias"] = Near(leaves["bias"].grad, noise_bias)
     return expected
 
@@ -345,7 +345,7 @@ def _sizes(
     a: dict[str, Any], upstream: dict[str, Tensor], divisor: Tensor, p: Tensor, logs: Tensor, entropy: Tensor,
     lse: Tensor, y: Tensor, valid: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return the sizes of the terms of dz, for each element."""
+    """Return the magnitude of the terms of dz, per element."""
     rows, vocab = p.shape
 
     def of(name: str) -> Tensor:
@@ -370,11 +370,11 @@ def _sizes(
     else:
         target = of("logprobs") + of("y")
         per_token = per_token + target
-    # The mean is the difference of lse and spread, whose gradients cancel each other up to their last column.
+    # The mean is lse - spread, whose gradients cancel each other except for rounding.
     per_token = per_token + 2 * of("mean_logits")
     everywhere = everywhere + (of("mean_logits") / vocab)[:, None]
-    bend = of("entropy")[:, None] * (logs.abs() + entropy[:, None] + 1)
-    sizes = p * (per_token[:, None] + bend) + everywhere
+    dentropy = of("entropy")[:, None] * (logs.abs() + entropy[:, None] + 1)
+    sizes = p * (per_token[:, None] + dentropy) + everywhere
     return sizes.scatter_add(1, y[:, None], target[:, None] * p.gather(1, y[:, None]).clamp(min=1e-3))
 
 
@@ -383,9 +383,9 @@ def _forward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | 
 
 
 def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the gradients of the formula for a call of the op the way autograd does.
+    """Return the gradients of the formula for a call of the op the way autograd calls it.
 
-    A spread is the loss of everything smoothed."""
+    A spread is the loss with label_smoothing=1."""
     tensors = {name: call[name] for name in ("hidden", "weight", "target", "bias")}
     a = arguments(Call(linear_logprobs, tensors)) | {
         "softcap": call["softcap"],
@@ -409,15 +409,15 @@ def _backward_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near |
 
 # ---- kernels --------------------------------------------------------------------------------------------------
 
-# The rows that have a label, then the others; in place `rows` how many have one.
+# Rows with a label, then the others; element `rows` is the number of rows with a label.
 _ORDER = Loaded(least=0, below="rows", distinct=True, apart=("rows", Loaded(least=0, most="rows")))
 
 FAMILY = Family(
     workloads=WORKLOADS,
-    # Backward has the logits once more, and two gradients.
+    # Backward recomputes the logits and computes two gradients.
     flops={"linear_logprobs": _flops, "linear_logprobs_backward": lambda workload: 3 * _flops(workload)},
     truths={"linear_logprobs": _forward_truth, "linear_logprobs_backward": _backward_truth},
-    # Products write another tile than they read.
+    # Products write other tiles than they read.
     moved={
         "linear_logprobs_kernel": Moved({"hidden_ptr"}, set()),
         "linear_dlogits_kernel": Moved({"hidden_ptr"}, set()),

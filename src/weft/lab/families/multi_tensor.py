@@ -1,4 +1,4 @@
-"""Statistics of many tensors: the gradients of a model, or of a layer of it."""
+"""Multi-tensor reductions and clipping, on the gradients of a model or of one layer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ STATISTICS: dict[str, Any] = {
 
 
 def reduce_all(what: str, **gradients: Tensor) -> Tensor:
-    """Compute one statistic of tensors, which are arguments by name so that checks can change the layout of each."""
+    """Compute one statistic of tensors, passed by name so that checks can change the layout of each."""
     result: Tensor = STATISTICS[what](list(gradients.values()))
     return result
 
 
 def clip_copies(norm: Tensor, max_norm: float, **gradients: Tensor) -> list[Tensor]:
-    """Clip copies of the gradients, since a call of a workload must not change its inputs."""
+    """Clip copies of the gradients, because a workload must not change its inputs."""
     copies = [torch.empty(g.shape, dtype=g.dtype, device=g.device).copy_(g) for g in gradients.values()]
     clip_grads_(copies, max_norm, norm=norm)
     return copies
 
 
 def _draw_gradients(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Draw matrices of one shape and dtype; if mixed, also vectors in fp32 and a tensor without elements.
+    """Draw matrices of one shape and dtype; if mixed, also fp32 vectors and an empty tensor.
 
     A tenth of the elements are zero."""
     settings = dict(workload.settings)
@@ -91,21 +91,21 @@ WORKLOADS: tuple[Workload, ...] = tuple(
 
 # ---- truth ----------------------------------------------------------------------------------------------------
 
-# Relative error of a norm: lanes add up to 128 numbers one after another, trees and chunks little more; and the errors
-# of thousands of lanes do not all point one way. Measured: below 1 unit.
+# Relative error of a norm: each lane adds up to 128 elements in sequence, trees and chunks add little, and the errors
+# of thousands of lanes partly cancel. Observed: below 1 unit.
 ERROR = 4 * EPS32
 
 
 def statistic(tensors: list[Tensor], what: str) -> Near | Tensor:
-    """Return a statistic of the elements of all tensors, put one after another."""
-    numbers = torch.cat([t.detach().flatten().double() for t in tensors])
+    """Return a statistic of all elements of the concatenated tensors."""
+    elements = torch.cat([t.detach().flatten().double() for t in tensors])
     if what == "zeros":
-        return (numbers == 0).sum()
+        return (elements == 0).sum()
     if what == "nonfinite":
-        return (~numbers.isfinite()).any()
-    if not numbers.numel():
+        return (~elements.isfinite()).any()
+    if not elements.numel():
         return Near(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-    magnitudes = numbers.abs()
+    magnitudes = elements.abs()
     if what == "norminf":
         return Near(magnitudes.max(), torch.zeros((), dtype=torch.float64))
     norm = magnitudes.sum() if what == "norm1" else magnitudes.square().sum().sqrt()
@@ -113,7 +113,7 @@ def statistic(tensors: list[Tensor], what: str) -> Near | Tensor:
 
 
 def clipped(tensor: Tensor, norm: Tensor, max_norm: float) -> Near:
-    """Return a clipped tensor. The coefficient has two roundings, the product one before that to the tensor's dtype."""
+    """Return a clipped tensor. The coefficient is rounded twice, the product once before the tensor's dtype."""
     coefficient = (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
     truth = tensor.double() * coefficient
     return Near(truth, 2 * EPS32 * truth.abs())
@@ -124,7 +124,7 @@ def _gradients_of(call: Call) -> list[Tensor]:
 
 
 def reduce_truth(call: Call, _: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the statistic that a call asks for."""
+    """Return the statistic that a call requests."""
     return {"y": statistic(_gradients_of(call), call["what"])}
 
 
@@ -152,7 +152,7 @@ FAMILY = Family(
         ("multi_tensor_reduce", "norm2"): lambda call: Chain(_norm_of_all, tuple(_gradients_of(call))),
         ("multi_tensor_reduce", "zeros"): lambda call: Chain(_zeros_of_all, tuple(_gradients_of(call))),
     },
-    # Addresses, and how many elements lie there.
+    # Addresses and element counts.
     loaded={
         (kernel, "table_ptr"): Loaded(least=0)
         for kernel in ("multi_tensor_reduce_kernel", "multi_tensor_clip_kernel")

@@ -1,4 +1,4 @@
-"""The norms: hidden states, per-head norms, low-rank norms, adaptive norms of diffusion transformers."""
+"""Workloads of norms: hidden states, per-head norms, low-rank norms, adaptive norms of diffusion transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..problem import Call, Inputs, Size, Workload, run_op
 from ..truth import DENORMAL, EPS32, ROUNDINGS, Near, arguments, near, straight
 from .quantize import quantize_both
 
-# The shape, by the model it comes from. "rows" are tokens.
+# Shapes, named by the model they come from. "rows" are tokens.
 HIDDEN: dict[str, tuple[Size, ...]] = {
     "linghe/hidden": ("rows", 2048),
     "llama3-8b/hidden": ("rows", 4096),
@@ -45,9 +45,9 @@ HIDDEN: dict[str, tuple[Size, ...]] = {
     "long/131072": ("rows", 131072),
 }
 
-# The sets of options: arguments of the function, and these settings of a workload:
+# Sets of options: arguments of the function, and these settings of a workload:
 #   function   rms_norm unless it is layer_norm
-#   tensors    which of weight, bias, residual, pre_bias to make
+#   tensors    which of weight, bias, residual, pre_bias to create
 #   modulation "sample" or "row": [samples or rows, 3K or 2K] in one tensor
 #   residual_gate "sample" or "row": [samples or rows, K]
 #   wide       the residual is in fp32
@@ -226,7 +226,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
     settings = dict(workload.settings)
     cols, layer = shape[-1], settings.get("function") is layer_norm
     unrounded, wide = settings.get("unrounded_sum", False), settings.get("wide", False)
-    h = _residual(inputs, shape, settings)  # the residual itself, if the sum is added up again
+    h = _residual(inputs, shape, settings)  # the residual itself, if the sum is recomputed
     rows = h.numel() // max(cols, 1)
     weights = _weights(inputs, cols, settings)
     residual = "residual" in settings["tensors"]
@@ -284,7 +284,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 def _rereads(shape: tuple[Size, ...], settings: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the minimum of bytes."""
     layer, long = settings.get("function") is layer_norm, shape[-1] > 16384  # type: ignore[operator]
     moves, why = 1.02, ""
     if backward and long:
@@ -329,7 +329,7 @@ def _named(
     return workloads
 
 
-# A quantizing norm has the backward of the plain one, so only plain ones are listed.
+# A quantizing norm has the backward of the plain norm, so only plain norms are listed.
 _BACKWARD = {
     options: names
     for options, names in _TRAINED.items()
@@ -347,7 +347,7 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def norm_truth(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = None) -> dict[str, Near]:
-    """Return y and residual (if there is one), and with an upstream gradient that of each input."""
+    """Return y and the residual, if any, and with an upstream gradient the gradient of each input."""
     a = arguments(call)
     io, layer = a["x"].dtype, call.function is layer_norm
     if a["residual"] is not None:
@@ -369,7 +369,7 @@ def norm_truth(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = 
         h, exact = h * gate, exact * gate.detach().float()
     if "residual" in leaves:
         h, exact = h + leaves["residual"], exact + a["residual"].detach().float()
-    # Each step is rounded to fp32, and the last one to the dtype of h.
+    # Each step is rounded to fp32, and the last step to the dtype of h.
     rounded, unrounded = (h + (sum.double() - h.detach()) for sum in (exact.to(io), exact))
     h = rounded
     flat = (unrounded if a["unrounded_sum"] else rounded).reshape(rows, cols)
@@ -444,7 +444,7 @@ def norm_truth(call: Call, dy: Tensor | None = None, dresidual: Tensor | None = 
 
 
 def _noise_before(dh: Tensor, gate: Tensor, v: Tensor, like: Tensor | None) -> dict[str, Tensor]:
-    """Return the noise of the gradients of x, pre_bias and residual_gate, from that of the gradient of h."""
+    """Return the noise of the gradients of x, pre_bias and residual_gate, from the noise of the gradient of h."""
     cols = dh.shape[-1]
     dv = dh * gate.abs()
     noise = {"x": dv, "pre_bias": dv.reshape(-1, cols).sum(0)}
@@ -457,7 +457,7 @@ def _noise_before(dh: Tensor, gate: Tensor, v: Tensor, like: Tensor | None) -> d
 def _forward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     """Return everything that a call of a norm returns, and the gradients of its inputs."""
     a, dy = arguments(call), gradients.get("y")
-    if "plain" in gradients:  # the sum that autograd makes of both results' gradients
+    if "plain" in gradients:  # autograd adds the gradients of both results
         dy = gradients["plain"] if dy is None else dy + gradients["plain"]
     expected: dict[str, Near | Tensor] = {**norm_truth(call, dy, gradients.get("residual"))}
     if a["return_plain"]:
@@ -524,7 +524,7 @@ def _truth_before(call: Call, dh: Near) -> dict[str, Near]:
 
 
 def _result_names(call: Call) -> list[str]:
-    """Return the names of the results of a norm that are asked for."""
+    """Return the names of the requested results of a norm."""
     a = arguments(call)
     gated = a["modulation"] is not None and a["modulation"].shape[-1] == 3 * a["x"].shape[-1]
     returned = {"y": True, "plain": a["return_plain"], "residual": a["residual"] is not None, "gate": gated}
@@ -533,7 +533,7 @@ def _result_names(call: Call) -> list[str]:
 
 
 def own_value(call: Call, compute: Compute) -> Tensor:
-    """Return the fp32 y that a quantizing norm encodes: that of a plain norm which adds up rows in the same parts."""
+    """Return the fp32 y that a quantizing norm encodes: the y of a plain norm that sums rows in the same chunks."""
     dropped = ("quantize", "rowwise", "columnwise", "quant_scale", "return_amax", "return_plain")
     plain = Call(call.function, {k: v for k, v in call.kwargs.items() if k not in dropped})
     launch, group = importlib.import_module("weft.ops.norm.launch"), Format.of(call["quantize"]).group

@@ -1,4 +1,4 @@
-"""Permute and unpermute: the tokens of MoE layers on their way to the experts and back."""
+"""Permute and unpermute: tokens of MoE layers moved to their experts and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
     hidden: int
     experts: int
-    slots: int  # how many experts a token has
+    slots: int  # experts per token
 
 
 LAYERS: dict[str, Layer] = {
@@ -37,12 +37,12 @@ LAYERS: dict[str, Layer] = {
     "odd/200": Layer(200, 7, 3),
 }
 
-# The sets of options: arguments of the function, and these settings of a workload:
-#   align    the experts' regions are multiples of it
-#   probs    there are probabilities, which permute moves and by which unpermute multiplies
-#   carried  unpermute moves a number for each row back
+# Sets of options: arguments of the function, and these settings of a workload:
+#   align    alignment of the experts' regions
+#   probs    pass probabilities, which permute moves and unpermute multiplies by
+#   carried  unpermute also moves one value per row back
 #   mask     routing and probabilities are [tokens, experts]
-#   payload  the rows come quantized in this format
+#   payload  format of quantized input rows
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"align": 16},
     "probs": {"align": 16, "probs": True},
@@ -85,19 +85,18 @@ _USED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def _routing(inputs: Inputs, tokens: int, layer: Layer, mask: bool) -> Tensor:
-    """Draw the best experts of every token, from random scores."""
+    """Draw random scores and return the best experts of every token."""
     scores = inputs.normal(tokens, layer.experts, dtype=torch.float32)
     chosen = scores.topk(layer.slots).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True) if mask else chosen
 
 
 def rows_of(name: str, tokens: int, layer: Layer, align: int) -> int | None:
-    """Return the room for rows, or None for the worst case.
+    """Return the number of rows to allocate, or None for the worst case.
 
-    For linghe's layer there are pads of half of `align` for each expert, as in the published row, which is enough for
-    its tokens."""
-    enough = name.startswith("linghe") and tokens >= 4096
-    return tokens * layer.slots + layer.experts * align // 2 if enough else None
+    For linghe's layer, `align / 2` pads per expert suffice for its tokens, as in the published row."""
+    suffices = name.startswith("linghe") and tokens >= 4096
+    return tokens * layer.slots + layer.experts * align // 2 if suffices else None
 
 
 def _rows(workload: Workload, inputs: Inputs, tokens: int) -> RowMap:
@@ -121,11 +120,11 @@ def _probs(inputs: Inputs, rows: RowMap) -> Tensor:
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     settings = dict(workload.settings)
     rows = _rows(workload, inputs, shape[0])
-    back = workload.op == "unpermute"
-    numbers: Tensor = inputs.activation(rows.slot_of_row.shape[0] if back else shape[0], shape[-1])
+    inverse = workload.op == "unpermute"
+    values: Tensor = inputs.activation(rows.slot_of_row.shape[0] if inverse else shape[0], shape[-1])
     if "payload" in settings:
-        numbers = quantize(numbers, settings["payload"])
-    kwargs: dict[str, Any] = {"y" if back else "x": numbers, "rows": rows}
+        values = quantize(values, settings["payload"])
+    kwargs: dict[str, Any] = {"y" if inverse else "x": values, "rows": rows}
     if settings.get("probs"):
         kwargs["probs"] = _probs(inputs, rows)
     if settings.get("carried"):
@@ -133,7 +132,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     for name in ("quantize", "columnwise"):
         if name in settings:
             kwargs[name] = settings[name]
-    return Call(unpermute if back else permute, kwargs)
+    return Call(unpermute if inverse else permute, kwargs)
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -185,7 +184,7 @@ _LANES = "a scale is asked for by each number of its group, and those of a row l
 
 
 def _rereads(op: str, options: str) -> dict[str, Any]:
-    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
+    """Return `moves` and `rereads` of a workload that moves more than the minimum bytes."""
     if OPTIONS[options].get("columnwise"):
         return {"moves": 1.33, "rereads": _GATHERED}
     if options == "row-fp8":
@@ -255,7 +254,7 @@ def sorted_slots(routing: Tensor, experts: int, slots: int) -> list[list[int]]:
 
 
 def row_map_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the maps between slots and rows, and the counts and ends of experts."""
+    """Return the maps between slots and rows, and the experts' counts and ends."""
     routing, align = call["routing"], call["align"] or 1
     dense = routing.dtype == torch.bool
     experts = call["experts"] or routing.shape[-1]
@@ -264,37 +263,37 @@ def row_map_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | 
     by_expert = sorted_slots(routing, experts, slots)
     slot_of_row: list[int] = []
     ends = []
-    for mine in by_expert:
-        slot_of_row += mine + [-1] * (-len(mine) % align)
+    for own_slots in by_expert:
+        slot_of_row += own_slots + [-1] * (-len(own_slots) % align)
         ends.append(len(slot_of_row))
-    room = call["rows"]
-    if room is None:  # the worst case
-        room = (tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align
-        assert len(slot_of_row) <= room
-    slot_of_row = (slot_of_row + [-1] * room)[:room]
+    row_count = call["rows"]
+    if row_count is None:  # the worst case
+        row_count = (tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align
+        assert len(slot_of_row) <= row_count
+    slot_of_row = (slot_of_row + [-1] * row_count)[:row_count]
     row_of_slot = [-1] * (tokens * slots)
     for row, slot in enumerate(slot_of_row):
         if slot >= 0:
             row_of_slot[slot] = row
     expert_of_slot = [-1] * (tokens * slots)
-    for expert, mine in enumerate(by_expert):
-        for slot in mine:
+    for expert, own_slots in enumerate(by_expert):
+        for slot in own_slots:
             expert_of_slot[slot] = expert
     lead = routing.shape[:-1]
-    whole = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    int32 = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     expected: dict[str, Near | Tensor] = {
-        "row_of_slot": whole(row_of_slot).view(*lead, slots),
-        "slot_of_row": whole(slot_of_row),
-        "counts": whole([len(mine) for mine in by_expert]),
-        "offsets": whole([min(end, room) for end in ends]),
+        "row_of_slot": int32(row_of_slot).view(*lead, slots),
+        "slot_of_row": int32(slot_of_row),
+        "counts": int32([len(own_slots) for own_slots in by_expert]),
+        "offsets": int32([min(end, row_count) for end in ends]),
     }
     if dense:
-        expected["experts"] = whole(expert_of_slot).view(*lead, slots)
+        expected["experts"] = int32(expert_of_slot).view(*lead, slots)
     return expected
 
 
 def filled_rows(rows: RowMap) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-    """Yield (row, token, slot of the token, index of its probability) of the rows that are no pads."""
+    """Yield (row, token, slot of the token, index of its probability) of every row that is not a pad."""
     slots = rows.row_of_slot.shape[-1]
     experts = None if rows.experts is None else rows.experts.reshape(-1, slots).tolist()
     for row, slot in enumerate(rows.slot_of_row.tolist()):
@@ -317,7 +316,7 @@ def values_of(x: Tensor) -> Tensor:
 
 
 def exactly(value: Tensor) -> Near:
-    """Allow no noise."""
+    """Return `value` as a truth without noise."""
     return Near(value, torch.zeros_like(value))
 
 
@@ -331,14 +330,14 @@ def permute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | 
     row_probs = torch.zeros(len(y), dtype=torch.float64)
     flat_probs = None if probs is None else probs.detach().double().reshape(-1, probs.shape[-1])
     dprobs = None if flat_probs is None else torch.zeros_like(flat_probs)
-    for row, token, _, place in filled_rows(rows):
+    for row, token, _, prob_index in filled_rows(rows):
         y[row] = x[token]
         dx[token] += dy[row]
         size[token] += dy[row].abs()
         if flat_probs is not None and dprobs is not None:
-            row_probs[row] = flat_probs[place]
+            row_probs[row] = flat_probs[prob_index]
             if "output1" in gradients:
-                dprobs[place] = gradients["output1"][row].double()
+                dprobs[prob_index] = gradients["output1"][row].double()
     expected: dict[str, Near | Tensor] = {"y": exactly(y)}
     noise = rows.row_of_slot.shape[-1] * EPS32 * size
     expected["dx"] = Near(dx.view(call["x"].shape), noise.view(call["x"].shape))
@@ -349,7 +348,7 @@ def permute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | 
 
 
 def unpermute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the sums of tokens' rows and what is carried back, and the gradients."""
+    """Return the sums of tokens' rows, the carried values, and the gradients."""
     rows: RowMap = call["rows"]
     values, probs, carried = values_of(call["y"]), call["probs"], call["carried"]
     slots = rows.row_of_slot.shape[-1]
@@ -365,18 +364,18 @@ def unpermute_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near 
     drows, dsize = (torch.zeros_like(values) for _ in range(2))
     back, dprobs, dprobs_size = (torch.zeros(tokens, wide, dtype=torch.float64) for _ in range(3))
     dcarried = torch.zeros(len(values), dtype=torch.float64)
-    for row, token, _, place in filled_rows(rows):
-        x[token] += weight[place] * values[row]
-        size[token] += (weight[place] * values[row]).abs()
-        drows[row] = weight[place] * dy[token]
+    for row, token, _, prob_index in filled_rows(rows):
+        x[token] += weight[prob_index] * values[row]
+        size[token] += (weight[prob_index] * values[row]).abs()
+        drows[row] = weight[prob_index] * dy[token]
         dsize[row] = drows[row].abs()
-        dprobs[place] = (dy[token] * values[row]).sum()
-        dprobs_size[place] = (dy[token] * values[row]).abs().sum()
+        dprobs[prob_index] = (dy[token] * values[row]).sum()
+        dprobs_size[prob_index] = (dy[token] * values[row]).abs().sum()
         if carried is not None:
-            back[place] = carried[row].double()
+            back[prob_index] = carried[row].double()
             if "output1" in gradients:
-                dcarried[row] = gradients["output1"].reshape(tokens, wide)[place].double()
-    quantized = isinstance(call["y"], QTensor)  # q * d is rounded once
+                dcarried[row] = gradients["output1"].reshape(tokens, wide)[prob_index].double()
+    quantized = isinstance(call["y"], QTensor)  # a code times its scale is rounded once
     noise = (slots + quantized) * EPS32 * size
     expected: dict[str, Near | Tensor] = {"y": Near(x.view(*lead, cols), noise.view(*lead, cols))}
     expected["dy"] = Near(drows, EPS32 * dsize if probs is not None else torch.zeros_like(dsize))
@@ -400,7 +399,7 @@ def unpermute_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[s
 
 
 def _encoded(call: Call, compute: Compute) -> dict[str, Tensor]:
-    """Return the rows before they are quantized; those that come quantized are moved and not encoded again."""
+    """Return the rows before quantization, or nothing for quantized input, which is moved without encoding."""
     if isinstance(call["x"], QTensor):
         return {}
     return compute(Call(call.function, {name: call[name] for name in ("x", "rows")}))
@@ -410,7 +409,7 @@ def _encoded(call: Call, compute: Compute) -> dict[str, Tensor]:
 
 
 def _permute_chain(call: Call) -> Chain:
-    """Gather rows, and probabilities if there are any."""
+    """Gather rows, and probabilities if present."""
     rows, x, probs = call["rows"], call["x"], call["probs"]
     slots = rows.row_of_slot.shape[-1]
 
@@ -430,13 +429,13 @@ def _unpermute_chain(call: Call) -> Chain:
     """Gather the rows of each token and add them up."""
     y, carried, slots = call["y"], call["carried"], call["rows"].row_of_slot
 
-    def added(y: Tensor, row_of_slot: Tensor) -> Tensor:
+    def summed(y: Tensor, row_of_slot: Tensor) -> Tensor:
         return y[row_of_slot].float().sum(1).to(y.dtype)
 
     def with_carried(y: Tensor, row_of_slot: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        return added(y, row_of_slot), carried[row_of_slot]
+        return summed(y, row_of_slot), carried[row_of_slot]
 
-    return Chain(added, (y, slots)) if carried is None else Chain(with_carried, (y, slots, carried))
+    return Chain(summed, (y, slots)) if carried is None else Chain(with_carried, (y, slots, carried))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------
@@ -448,7 +447,7 @@ def _experts(launch: Given) -> Any:
     return launch[next(present), -1]
 
 
-# Indices that `row_map` makes: -1 stands for no row, or no slot. Experts of a mask are -1 where a token has fewer.
+# Indices from `row_map`: -1 means no row or no slot. Experts of a mask are -1 for unused slots.
 _ROW = Loaded(least=-1, below="rows", inverse="slot_of_row_ptr")
 _SLOT = Loaded(least=-1, below=lambda launch: launch["tokens"] * launch["slots"], inverse="row_of_slot_ptr")
 _EXPERT = Loaded(least=-1, below=lambda launch: _experts(launch))

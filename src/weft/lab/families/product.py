@@ -1,5 +1,5 @@
-"""The products: projections of models in every pair of formats and what follows them in one kernel, and the experts of
-models, forward and their gradients."""
+"""Products: model projections in every pair of formats with their epilogues, and the experts of models, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..symbolic.loaded import Loaded
 from ..truth import EPS32, Near, arguments
 from .glu import activation
 
-# The columns of the result and K, of a projection of a model.
+# (columns of the result, K) of a model's projection.
 PROJECTIONS: dict[str, tuple[int, int]] = {
     "qwen3-30b-a3b/gate_up": (1536, 2048),
     "qwen3-30b-a3b/key": (512, 2048),
@@ -28,7 +28,7 @@ PROJECTIONS: dict[str, tuple[int, int]] = {
     "odd/33": (47, 33),
 }
 
-# The formats of a and b, None for plain numbers; dtype: that of plain numbers.
+# Formats of a and b, absent if unquantized; dtype: of unquantized operands.
 PAIRS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16-sums": {"dtype": torch.float16, "precision": "fp16"},
@@ -48,7 +48,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "weight-mxfp4": {"b": "e2m1:mx:te"},
 }
 
-# Further arguments of `matmul`; bias and residual say that one is made.
+# Further arguments of `matmul`; bias and residual are flags.
 FINISHES: dict[str, dict[str, Any]] = {
     "bias-gelu": {"bias": True, "activation": "gelu_tanh"},
     "residual": {"residual": True, "alpha": 0.5},
@@ -110,7 +110,7 @@ def _workloads(used: dict[str, tuple[str, ...]], rows: int, *tags: str) -> list[
 
 
 def product_workload(pair: str, m: int, n: int, k: int) -> Workload:
-    """Return the workload of a product of m x n over k in a pair of formats, for measuring products of any size."""
+    """Return the workload of an m x n x k product in a pair of formats, for benchmarks of any size."""
     (workload,) = _workloads({pair: ("qwen3-30b-a3b/key",)}, m, "training")
     return replace(
         workload, name=f"{m}x{n}x{k}", shape=("rows", k), settings=(("columns", n), *PAIRS[pair].items())
@@ -124,13 +124,13 @@ def _flops(workload: Workload) -> int:
 
 # ---- groups ---------------------------------------------------------------------------------------------------
 
-# Experts on one device, rows of a weight and K.
+# (experts on one device, rows of a weight, K).
 LAYERS: dict[str, tuple[int, int, int]] = {
     "qwen3-30b-a3b/down": (4, 2048, 768),
     "odd/33": (3, 47, 33),
 }
 
-# The formats of rows and weights, None for plain numbers, and further arguments.
+# Formats of rows and weights, absent if unquantized, and further arguments.
 GROUPED_OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8-blocks": {"x": "1x128", "w": "128x128", "align": 128},
@@ -153,15 +153,15 @@ _SHARED_BY_GROUP = "tiles of rows share the weights of their group, and tiles of
 
 
 def group_ends(rows: int, groups: int, align: int, device: torch.device) -> Tensor:
-    """Return the ends of groups that share this many rows unevenly; each has rows, if there are enough."""
+    """Return ends that split `rows` unevenly into groups, none of them empty if there are enough rows."""
     if device.type == "meta":
         return torch.empty(groups, dtype=torch.int32, device=device)
     ends: list[int] = []
     begin = 0
     for group in range(groups):
         later = groups - 1 - group
-        room = rows - begin - later * align
-        size = max(room * 3 // 4 if later else room, 1)
+        available = rows - begin - later * align
+        size = max(available * 3 // 4 if later else available, 1)
         ends.append(min(begin + size, rows))
         begin = min(-(-ends[-1] // align) * align, rows)
     return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -193,14 +193,14 @@ def _build_wgrad(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> 
     ends = group_ends(rows, groups, align, inputs.device)
     operands = {"dy": inputs.normal(rows, n), "x": inputs.activation(rows, k)}
     kwargs: dict[str, Any] = {
-        name: _quantized(_without_pads(x, ends, align), settings.pop(name, None), along_rows=True)
+        name: _quantized(_zero_padding(x, ends, align), settings.pop(name, None), along_rows=True)
         for name, x in operands.items()
     }
     return Call(grouped_wgrad, kwargs | {"ends": ends} | settings | {"engine": "weft"})
 
 
-def _without_pads(x: Tensor, ends: Tensor, align: int) -> Tensor:
-    """Fill the rows of no group with zeros."""
+def _zero_padding(x: Tensor, ends: Tensor, align: int) -> Tensor:
+    """Zero the rows that belong to no group."""
     if x.device.type == "meta":
         return x
     return x.masked_fill_(~real_rows_reference(ends, len(x), align)[:, None], 0)
@@ -255,7 +255,9 @@ def numbers(x: Tensor, *, of_b: bool = False) -> Tensor:
     assert copy is not None
     codes = oracle.Quantized(copy.data.view(torch.uint8), copy.scale, copy.global_scale)
     assert f.element is not None
-    k = (f.transposed if of_b else f).length(k)  # rotated numbers stay so: their products need no undoing
+    k = (f.transposed if of_b else f).length(
+        k
+    )  # rotated values stay rotated, because rotations cancel in the product
     values = oracle.dequantize(codes, block=f.stored.block, element=f.element, shape=(rows, k)).double()
     return values.t() if of_b != swapped else values
 
@@ -263,18 +265,18 @@ def numbers(x: Tensor, *, of_b: bool = False) -> Tensor:
 def product_truth(a: Tensor, b: Tensor) -> Near:
     """Return a @ b with the error that fp32 may make in a sum of K terms.
 
-    Units add 16 products or fewer at a time, each with a rounding of the sum so far; scales of blocks and of rows are a
-    few roundings more."""
+    Matrix units add at most 16 products at a time, each time rounding the running sum; block and row scales add a few
+    roundings."""
     terms = a.shape[-1]
     return Near(a @ b, (terms / 16 + 4) * EPS32 * (a.abs() @ b.abs()))
 
 
-# The largest |f''| of the activations is that of relu2.
+# Largest |f''| of any activation, which is relu2's.
 BEND = 2.0
 
 
 def _gated(near: Near, act: str) -> Near:
-    """Apply f to a value that has an error itself. The slope changes over that interval by its bend, and f rounds."""
+    """Apply f to an inexact value. The slope changes by at most BEND times the error, and f rounds."""
     x = near.truth.detach().requires_grad_()
     value = activation(act)(x)
     (slope,) = torch.autograd.grad(value.sum(), x)
@@ -284,7 +286,7 @@ def _gated(near: Near, act: str) -> Near:
 
 
 def _rounded(near: Near, dtype: torch.dtype) -> Near:
-    """Add the error of a rounding to dtype."""
+    """Add the error of rounding to dtype."""
     return Near(near.truth, near.noise + torch.finfo(dtype).eps / 2 * (near.truth.abs() + near.noise))
 
 
@@ -300,13 +302,13 @@ def _plus(near: Near, other: Tensor | None) -> Near:
 
 
 def _through(a: Near, b: Tensor) -> Near:
-    """Multiply an operand that has an error itself."""
+    """Multiply an inexact operand."""
     exact = product_truth(a.truth, b)
     return Near(exact.truth, exact.noise + a.noise @ b.abs())
 
 
 def matmul_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the product of the decoded operands with all that follows it, and the gradients."""
+    """Return the product of the decoded operands with its epilogue, and the gradients."""
     args = arguments(call)
     a, b = numbers(args["a"]), numbers(args["b"], of_b=True)
     alpha = 1.0 if args["alpha"] is None else float(args["alpha"])
@@ -347,9 +349,9 @@ def matmul_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | T
 
 
 def matrices(w: Tensor, transpose: bool = False) -> Tensor:
-    """Decode the matrices [groups, N, K] of groups to float64, with `transpose` [groups, K, N].
+    """Decode the groups' matrices [groups, N, K], or with `transpose` [groups, K, N], to float64.
 
-    They come from the copy whose scales lie along the dimension that is summed."""
+    Reads the copy whose scales lie along the summed dimension."""
     groups, n, k = w.shape
     if not isinstance(w, QTensor):
         values = w.detach().double()
@@ -360,7 +362,7 @@ def matrices(w: Tensor, transpose: bool = False) -> Tensor:
 
 
 def spans(call: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Return (group, first row, row after the last) of every group, from the rule that `ends` and `align` follow."""
+    """Return (group, begin, end) of every group, by the rule of `ends` and `align`."""
     expected, begin = [], 0
     for group, end in enumerate(call["ends"].tolist()):
         expected.append((group, begin, max(end, begin)))
@@ -368,51 +370,53 @@ def spans(call: dict[str, Any]) -> list[tuple[int, int, int]]:
     return expected
 
 
-def _nothing(*shape: int) -> Near:
+def _exact_zeros(*shape: int) -> Near:
     return Near(torch.zeros(*shape, dtype=torch.float64), torch.zeros(*shape, dtype=torch.float64))
 
 
 def grouped_matmul_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return a product for each group, and zeros in rows of none; and the gradients."""
+    """Return the product of each group, zeros in rows of no group, and the gradients."""
     args = arguments(call)
     w, x = matrices(args["w"], args["transpose"]), numbers(args["x"])
     if args["gather"] is not None:
         slot = args["gather"].slot_of_row.long()
         x = x[slot.clamp(min=0) // args["gather"].row_of_slot.shape[-1]]
     expected = {
-        "y": _nothing(len(x), w.shape[1] // (1 if args["glu"] is None else 2)),
-        "dx": _nothing(*x.shape),
-        "dw": _nothing(*w.shape),
-        "dbias": _nothing(*w.shape[:2]),
+        "y": _exact_zeros(len(x), w.shape[1] // (1 if args["glu"] is None else 2)),
+        "dx": _exact_zeros(*x.shape),
+        "dw": _exact_zeros(*w.shape),
+        "dbias": _exact_zeros(*w.shape[:2]),
     }
     for group, begin, end in spans(args):
         options = {name: args[name] for name in ("activation", "glu", "precision")}
         options["bias"] = None if args["bias"] is None else args["bias"][group]
-        part = Call(matmul, {"a": x[begin:end], "b": w[group].T, **options})
-        part_expected = matmul_truth(part, {"y": gradients["y"][begin:end]} if "y" in gradients else {})
+        group_call = Call(matmul, {"a": x[begin:end], "b": w[group].T, **options})
+        group_expected = matmul_truth(
+            group_call, {"y": gradients["y"][begin:end]} if "y" in gradients else {}
+        )
         rows = slice(begin, end)
-        for name, mine, place in (
+        for name, target, index in (
             ("y", "y", rows),
             ("da", "dx", rows),
             ("db", "dw", group),
             ("dbias", "dbias", group),
         ):
-            if name in part_expected:
-                near = part_expected[name]
+            if name in group_expected:
+                near = group_expected[name]
                 assert isinstance(near, Near)
                 transposed = name == "db"
-                expected[mine].truth[place] = near.truth.T if transposed else near.truth
-                expected[mine].noise[place] = near.noise.T if transposed else near.noise
+                expected[target].truth[index] = near.truth.T if transposed else near.truth
+                expected[target].noise[index] = near.noise.T if transposed else near.noise
     if args["transpose"]:
         expected["dw"] = Near(expected["dw"].truth.mT, expected["dw"].noise.mT)
     return {name: near for name, near in expected.items() if name == "y" or "y" in gradients}
 
 
 def grouped_wgrad_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the gradient of the weights: a product over the rows of each group."""
+    """Return the weight gradients: a product over the rows of each group."""
     a = arguments(call)
     dy, x = along_rows(a["dy"]), along_rows(a["x"])
-    expected = _nothing(len(a["ends"]), dy.shape[1], x.shape[1])
+    expected = _exact_zeros(len(a["ends"]), dy.shape[1], x.shape[1])
     for group, begin, end in spans(a):
         part = product_truth(dy[begin:end].T, x[begin:end])
         expected.truth[group], expected.noise[group] = part.truth, part.noise
@@ -438,7 +442,7 @@ FAMILY = Family(
         ("matmul", "bf16"): chain(torch.matmul, "a", "b"),
         ("matmul", "fp32"): chain(torch.matmul, "a", "b"),
     },
-    # Tiles are operands of dots, whose layouts decide how they are loaded: `test_compiled` looks at these kernels.
+    # Tiles are operands of dots, whose layouts decide how they are loaded; `test_compiled` checks these kernels.
     moved={"matmul_kernel": Moved(set(), set()), "finish_kernel": Moved(set(), set())},
     loaded={("matmul_kernel", "groups.ends"): Loaded(least=0, ascending=True)},
 )

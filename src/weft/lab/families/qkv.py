@@ -1,4 +1,4 @@
-"""Heads of packed projections of real models, prepared for attention: forward and backward, and into a cache."""
+"""Packed projections of real models, prepared for attention: forward, backward, and into a cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
 
 # The sets of options: those of `_heads`, and
 #   heads      the arguments of `Heads` except `dim`
-#   bias       whether that of the projection is drawn
+#   bias       whether to draw the projection's bias
 #   quantize   the format of queries and keys
 BOTH = ("q_weight", "k_weight")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # ---- calls ----------------------------------------------------------------------------------------------------
 #
-# The functions below take the tensors of norms, rotations and caches as arguments, so that the tensors of a workload
+# The functions below take the tensors of norms, rotations and caches as arguments, so that all tensors of a workload
 # are arguments of its call.
 
 PAGE = 16
@@ -218,7 +218,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def _build_cached(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     call = _build(workload, inputs, shape)
-    # The last slot comes first, as if pages were handed out from the end.
+    # Slots descend, as if pages were allocated from the end.
     slots = torch.arange(shape[0] - 1, -1, -1, dtype=torch.int32, device=inputs.device)
     return Call(prepare_cached, {**call.kwargs, "slots": slots})
 
@@ -247,7 +247,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
 
 
 class Backward(Workload):
-    """A backward that reads only the part of x that was normed: not the value heads, and not the gates."""
+    """Backward that reads only the normalized part of x, neither the value heads nor the gates."""
 
     def least_bytes(self, rows: int | None = None, dtype: torch.dtype | None = None) -> int:
         call = self.make("meta", dtype, rows)
@@ -266,7 +266,7 @@ _BIAS = "the gradient of the projection is read once more for that of its bias"
 
 
 def _rereads(op: str, name: str, options: str) -> dict[str, Any]:
-    """Return how many times the least bytes move, and why, where that is more than once."""
+    """Return how often the minimum of bytes moves, and why, where it moves more than once."""
     if op == "qkv_prepare_backward" and "bias" in OPTIONS[options]:
         return {"rereads": _BIAS, "moves": 1.6}
     if name == "odd/qkv":
@@ -459,7 +459,7 @@ def qkv_prepare_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Nea
             if name in noises:
                 packed[..., where] = noises[name]
         noises["qkv"] = packed[0] if layout == "thd" else canonical(packed, layout)
-    if "bias" in leaves:  # a sum of numbers that are rounded
+    if "bias" in leaves:  # a sum of rounded elements
         dx = leaves["qkv"].grad
         assert dx is not None
         terms = noises["qkv"] + ulp(dx, a["qkv"].dtype) / 2 + FEW * dx.abs()
@@ -503,14 +503,14 @@ def qkv_prepare_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict
 
 
 def qkv_prepare_cached_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the results without a cache, each token's codes and scales in its slot, and zeros in all other slots."""
+    """Return the results without a cache, each token's codes and scales in its slot, and zeros in other slots."""
     slots = call["slots"].long()
     plain = Call(prepare, {name: value for name, value in call.kwargs.items() if name != "slots"})
     expected = qkv_prepare_truth(plain, gradients)
     pages = -(-len(slots) // PAGE)
 
     def in_slots(near: Near) -> Near:
-        """Put the elements of tokens where a cache has them."""
+        """Scatter the elements of tokens to their slots in a cache."""
         empty = torch.zeros(2, pages * PAGE, *near.truth.shape[1:], dtype=torch.float64)
         empty[0, slots], empty[1, slots] = near.truth, near.noise
         return Near(*empty.unflatten(1, (pages, PAGE)))
@@ -520,7 +520,7 @@ def qkv_prepare_cached_truth(call: Call, gradients: dict[str, Tensor]) -> dict[s
         assert isinstance(heads, Near)
         largest = heads.truth.abs().amax(-1, keepdim=True)
         scale = largest / torch.finfo(torch.float8_e4m3fn).max
-        # That of the largest number, and of a division and a product.
+        # Errors of the largest element, of a division and of a product.
         relative = heads.noise.amax(-1, keepdim=True) / largest + 4 * EPS32
         codes = heads.truth / scale
         expected[f"output{3 + i}"] = in_slots(Near(codes, heads.noise / scale + codes.abs() * relative))
@@ -577,7 +577,7 @@ FAMILY = Family(
         "qkv_prepare": qkv_prepare_truth,
         "qkv_prepare_backward": qkv_prepare_backward_truth,
         "qkv_prepare_cached": qkv_prepare_cached_truth,
-        "qkv_prepare_quantized": qkv_prepare_truth,  # of v: queries and keys are codes
+        "qkv_prepare_quantized": qkv_prepare_truth,  # checks v; queries and keys are codes
     },
     chains={
         ("qkv_prepare", "groups-half"): chain(
@@ -587,6 +587,6 @@ FAMILY = Family(
             _qkv_backward, "dq", "dk", "dv", "x", "q_weight", "k_weight", "cos", "sin"
         ),
     },
-    # Tiles of tokens, heads and pairs, which `test_heads_are_moved_128_bits_at_a_time` looks at.
+    # Tiles of tokens, heads and pairs, checked by `test_heads_are_moved_128_bits_at_a_time`.
     moved={"qkv_kernel": Moved(set(), set()), "qkv_backward_kernel": Moved(set(), set())},
 )

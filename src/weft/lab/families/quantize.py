@@ -1,4 +1,4 @@
-"""The quantizers: activations, gradients and weights of FP8 training, and what serving quantizes."""
+"""Quantize and dequantize: activations, gradients and weights of training in 8 and 4 bits, and tensors of serving."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _SERVED: dict[str, tuple[str, ...]] = {
     "row": ("llama3-8b/hidden", "odd/33"),
     "row-int8": ("llama3-8b/ffn",),
 }
-# `moves` and `rereads` of quantizers that move more than the least bytes.
+# `moves` and `rereads` of quantizers that move more than the minimum bytes.
 _TWICE = {
     "nvfp4-both": (1.65, "the amax of the whole tensor comes before its first code"),
     "nvfp4_16x16-both": (1.65, "the amax of the whole tensor comes before its first code"),
@@ -72,11 +72,11 @@ _TWICE = {
 
 
 def _rereads(op: str, options: str, rows: int) -> dict[str, Any]:
-    """Return `moves` and `rereads` of a workload that moves more than the least bytes."""
-    moves, why = _TWICE.get(options, (1.02, "")) if op == "quantize" else (1.02, "")
+    """Return `moves` and `rereads` of a workload."""
+    moves, reason = _TWICE.get(options, (1.02, "")) if op == "quantize" else (1.02, "")
     if options.startswith("1x128") and rows == 1:
-        moves, why = 1.04, "the scales of a single row lie 16 bytes apart"
-    return {"rereads": why, "moves": moves}
+        moves, reason = 1.04, "the scales of a single row lie 16 bytes apart"
+    return {"rereads": reason, "moves": moves}
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -86,7 +86,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 def _build_dequantize(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     result = quantize(inputs.activation(*shape), **dict(workload.settings))
     q = result[0] if isinstance(result, tuple) else result
-    # It reads one copy.
+    # Dequantize reads one copy.
     return Call(dequantize, {"q": QTensor(q.shape, q.dtype, q.format, q.rowwise)})
 
 
@@ -123,13 +123,13 @@ WORKLOADS: tuple[Workload, ...] = tuple(
 
 
 def quantize_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the amax and, as the gradient of x, that of y. Codes and scales are the oracle's, see `Family.encoded`."""
+    """Return the amax, and y's gradient as x's. The oracle judges codes and scales; see `Family.encoded`."""
     exact: dict[str, Near | Tensor] = {"amax": call["x"].detach().abs().amax().float()}
     return exact | {f"d{name}": gradients["y"] for name in ("x",) if "y" in gradients}
 
 
 def dequantize_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the elements that the oracle decodes."""
+    """Return the values that the oracle decodes."""
     from .. import oracle
 
     q = call["q"]
@@ -140,7 +140,7 @@ def dequantize_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near
 
 
 def y_and_amax(call: Call) -> list[str]:
-    """Return the names of the results of a function that quantizes: y, and its amax if asked for."""
+    """Return the names of the results of a quantizing function: y, and its amax if requested."""
     return ["y", "amax"] if call["return_amax"] else ["y"]
 
 

@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "odd/heads": ("rows", 66),
 }
 
-# The sets of options: heads, their number; and those of `_heads`.
+# The sets of options: `heads`, the number of heads, and those of `_heads`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "last-third": {
         "heads": 32,
@@ -87,7 +87,7 @@ def spelled_rope(
     out_style: Any = None, rope_first: bool = True, mrope_sections: Any = None, layout: Any = "bshd",
     out_layout: Any = None, inverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Call `rope` with the options of its rotation one by one: a test changes one of many."""
+    """Call `rope` with the options of its rotation spelled out, so that a test can change one of them."""
     rotation = rotation_of(cos, sin, base, rope_dim, style, out_style, rope_first, mrope_sections, scaling)
     return rope(
         x, rotation, positions=positions, layout=layout, out_layout=out_layout, inverse=inverse  # type: ignore[arg-type]

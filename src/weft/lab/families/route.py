@@ -1,4 +1,4 @@
-"""The router's choice of experts, of mixture-of-experts models."""
+"""Routing of tokens to experts in mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS: dict[str, tuple[Size, ...]] = {
     "odd/33": ("rows", 33),
 }
 
-# Arguments of `route`; "bias" says that a bias is made.
+# Arguments of `route`; "bias" draws a bias.
 OPTIONS: dict[str, dict[str, Any]] = {
     "top8": {"k": 8, "balance_coefficient": 1e-3, "z_coefficient": 1e-3},
     "top2": {"k": 2, "balance_coefficient": 1e-2},
@@ -80,7 +80,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """Build the backward of the same call, which reads logits, indices and the gradients of the results asked for."""
+    """Build the backward of the same call, which reads logits, indices and the gradients of requested results."""
     settings = dict(workload.settings)
     experts = shape[-1]
     k, score = min(settings["k"], experts), settings.get("score", "softmax")
@@ -139,12 +139,12 @@ WORKLOADS: tuple[Workload, ...] = (
 )
 
 
-# ---- truth, which the tests of the op ask; the catalogue's check takes the reference --------------------------
+# ---- truth, used by the tests of the op; the catalogue's check uses the reference -----------------------------
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The arithmetic of the weights, without the choice."""
+    """Rule that computes the weights of chosen experts."""
 
     score: str
     post: bool = False
@@ -171,9 +171,9 @@ def route_truth(
     balance: float = 1.0,
     z: float = 1.0,
 ) -> dict[str, Near]:
-    """Return weights, scores, balance_loss and z_loss, and with upstream gradients of some of them dlogits.
+    """Return weights, scores, balance_loss and z_loss; with upstream gradients of some of them also dlogits.
 
-    The choice is not judged: `indices` are the op's, and so are `counts`, the n of the balance loss."""
+    The choice is not checked: `indices` and `counts` (the n of the balance loss) are the op's own."""
     experts, k = logits.shape[-1], indices.shape[-1]
     leaf = logits.detach().double().reshape(-1, experts).requires_grad_()
     chosen = indices.reshape(-1, k).long()
@@ -188,7 +188,7 @@ def route_truth(
     balance_loss = factor * (share.sum(0) * counts.double()).sum()
     lse = torch.logsumexp(leaf, -1)
     z_loss = z * lse.square().mean()
-    # exp(x - max) is off by an ulp for every unit of its argument, and sums of some hundred terms by a few more.
+    # The error of exp(x - max) is an ulp per unit of its argument; sums of some hundred terms add a few more.
     spread = leaf.detach().clamp(-100, 100)
     steps = 16 * EPS32 * (2 + spread.amax(-1, keepdim=True) - spread.amin(-1, keepdim=True))
     shape = (*logits.shape[:-1], k)
@@ -207,7 +207,7 @@ def route_truth(
         g = gradient.detach().double()
         total = total + (values[name] * g.reshape(values[name].shape)).sum()
     (dlogits,) = torch.autograd.grad(total, leaf)
-    # Each term of dx is s times a difference of gradients of s: their sizes, one by one.
+    # Each term of dx is s times a difference of gradients of s; add up the magnitudes of the terms.
     plain = s.detach()
     if "weights" in upstream:
         g = upstream["weights"].detach().double().reshape(w.shape).abs() * abs(rule.scale)
@@ -216,7 +216,7 @@ def route_truth(
         size.scatter_add_(1, chosen, parts)
         if not rule.post:
             size += plain * parts.sum(-1, keepdim=True)
-    if "scores" in upstream:  # no slope of a score is larger than the score
+    if "scores" in upstream:  # the slope of a score never exceeds the score
         g = upstream["scores"].detach().double().reshape(s.shape).abs()
         size += plain * (g + (plain * g).sum(-1, keepdim=True))
     if "balance_loss" in upstream:

@@ -1,4 +1,4 @@
-"""The router's projection to logits, of mixture-of-experts models."""
+"""The router's projection in mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..family import Family, Moved, Width
 from ..problem import Call, Inputs, Workload, run_op
 from ..truth import EPS32, Near
 
-# The hidden state and the number of experts of a model.
+# (hidden size, number of experts) of a model.
 HIDDEN: dict[str, tuple[int, int]] = {
     "linghe/router": (2048, 256),
     "qwen3-30b-a3b/router": (2048, 128),
@@ -28,8 +28,8 @@ HIDDEN: dict[str, tuple[int, int]] = {
     "odd/33": (33, 7),
 }
 
-# weight: its dtype. needs: which gradients of x, weight and bias the backward computes; unread: inputs that it does not
-# read for these.
+# weight: its dtype. needs: the gradients of x, weight and bias that the backward computes; unread: inputs that it then
+# does not read.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16-weight": {"weight": torch.bfloat16},
     "fp32-weight": {"weight": torch.float32},
@@ -68,7 +68,7 @@ def _tensors(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> dict
 
 
 def _as(dtype: torch.dtype, inputs: Inputs) -> torch.dtype:
-    """Return the dtype of a weight: `dtype`, or float64 if the inputs are."""
+    """Return the dtype of a weight: `dtype`, or float64 if the inputs have it."""
     return inputs.dtype if inputs.dtype == torch.float64 else dtype
 
 
@@ -122,16 +122,16 @@ def _flops(workload: Workload) -> int:
     return int(2 * workload.rows * dict(workload.settings)["experts"] * workload.cols)
 
 
-# ---- truth, which the tests of the op ask; the catalogue's check takes the reference --------------------------
+# ---- truth, used by the tests of the op; the catalogue's check uses the reference -----------------------------
 
-# A sum of n terms in chains of at most 64, then of the chains: the roundings of a random walk over both, with room.
+# Sums run in chains of at most 64 terms, then over the chains; roundings are a random walk over both, with a margin.
 CHAIN = 64
 
 
 def _noise(sizes: Tensor, terms: int) -> Tensor:
-    """Return the error of adding up in fp32, of a sum of `terms` numbers whose squares sum up to sizes^2."""
+    """Return the error of an fp32 sum of `terms` elements whose squares sum to sizes^2."""
     chains = -(-terms // CHAIN)
-    # Partial sums grow like sqrt(i): their roundings add up to some sqrt(n/2) of the last one's.
+    # Partial sums grow like sqrt(i), so their roundings add up to about sqrt(n/2) times that of the last one.
     steps = math.sqrt(min(terms, CHAIN) / 2 + chains / 2)
     return 4 * EPS32 * (1 + steps) * sizes
 
@@ -144,7 +144,7 @@ def _product(a: Tensor, b: Tensor) -> Near:
 def router_linear_truth(
     x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor | None = None
 ) -> dict[str, Near]:
-    """Return y, and with an upstream gradient that of each input."""
+    """Return y, and with an upstream gradient also the gradient of each input."""
     flat = x.detach().reshape(-1, x.shape[-1])
     y = _product(flat, weight.t())
     if bias is not None:
@@ -182,7 +182,7 @@ FAMILY = Family(
         ("router_linear", "bf16-weight"): chain(_router_linear, "x", "weight"),
         ("router_linear_backward", "dgrad"): chain(_router_linear_dgrad, "dy", "weight"),
     },
-    # Products write another tile than they read.
+    # Products write other tiles than they read.
     moved={
         "router_linear_kernel": Moved({"x_ptr"}, set()),
         "router_linear_dx_kernel": Moved({"dy_ptr"}, set()),

@@ -1,4 +1,4 @@
-"""A sharded vocabulary: the part that one rank of several holds."""
+"""Sharded vocabularies: the ops on one rank's shard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _OPTIONS = (*Softmax._fields, *Wanted._fields)
 
 
 def _run(op: Op[Any, Any], kwargs: dict[str, Any]) -> Any:
-    """Call an op with arguments by name, among which the members of `softmax` and `wanted` stand one by one."""
+    """Call an op with keyword arguments, in which the fields of `softmax` and `wanted` are flattened."""
     tensors = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     softmax = Softmax(*(kwargs[name] for name in Softmax._fields))
     return op(op.arguments.cls(**tensors, softmax=softmax, wanted=_wanted(kwargs)))
@@ -59,18 +59,18 @@ def _wanted(kwargs: dict[str, Any]) -> Wanted:
 
 
 def cross_entropy_statistics(**kwargs: Any) -> NamedStatistics:
-    """Call the op of the same name."""
+    """Call the op `cross_entropy_statistics`."""
     stats = _run(catalogue["cross_entropy_statistics"], kwargs).stats
     return NamedStatistics.of(stats, _wanted(kwargs))
 
 
 def linear_statistics(**kwargs: Any) -> NamedStatistics:
-    """Call the op of the same name."""
+    """Call the op `linear_statistics`."""
     return NamedStatistics.of(_run(catalogue["linear_statistics"], kwargs).stats, _wanted(kwargs))
 
 
 class Results(NamedTuple):
-    """The results of `sharded_logprobs`."""
+    """Results of `sharded_logprobs`."""
 
     logprobs: Tensor
     lse: Tensor
@@ -80,7 +80,7 @@ class Results(NamedTuple):
 
 
 def sharded_logprobs(**kwargs: Any) -> Results:
-    """Call the op of the same name, and leave out the outputs that only its backward reads."""
+    """Call the op `sharded_logprobs`, leaving out the outputs that only its backward reads."""
     outputs = _run(catalogue["sharded_logprobs"], kwargs)
     return Results(outputs.logprobs, outputs.lse, outputs.entropy, outputs.spread, outputs.hits)
 
@@ -88,13 +88,13 @@ def sharded_logprobs(**kwargs: Any) -> Results:
 def _kind(workload: Workload) -> dict[str, Any]:
     options = dict(workload.settings)
     vocab, start, _ = options["shard"]
-    asked = {name: options[name] for name in ("softcap", "scale", "entropy", "spread", "accuracy")}
+    common = {name: options[name] for name in ("softcap", "scale", "entropy", "spread", "accuracy")}
     squares = options.get("squares", False)
-    return {"start": start, "vocab": vocab, "ignore_index": -100, **asked, "squares": squares}
+    return {"start": start, "vocab": vocab, "ignore_index": -100, **common, "squares": squares}
 
 
 def _targets(inputs: Inputs, options: dict[str, Any], lead: list[int]) -> Tensor:
-    """Draw targets in the whole vocabulary, every other one of them in the shard."""
+    """Draw targets in the whole vocabulary, every other one in the shard."""
     vocab, start, length = options["shard"]
     target = draw_targets(inputs, lead, vocab)
     if target.device.type != "meta":
@@ -122,7 +122,7 @@ def _build_rows(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
 
 
 def _build_join(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    """Build the joining: the shard is that of the second of RANKS ranks; the statistics of the others are random."""
+    """Build the join of RANKS ranks: the shard is the second rank's; the statistics of the others are random."""
     call = _build_rows(workload, inputs, shape)
     kind = _kind(workload)
     wanted = _wanted(kind)
@@ -204,22 +204,22 @@ LOWEST = float(torch.finfo(torch.float32).min)
 
 
 def _capped(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (z, how far fp32 may be from it)."""
+    """Return (z, error allowed to fp32)."""
     softcap, scale = call["softcap"], call["scale"]
     u = x if softcap is None else softcap * torch.tanh(x / softcap)
-    off = (0.0 if softcap is None and scale == 1 else 4 * EPS32) * (u * scale).detach().abs()
-    return u * scale, off if softcap is None else off + 4 * EPS32 * softcap * scale
+    z_err = (0.0 if softcap is None and scale == 1 else 4 * EPS32) * (u * scale).detach().abs()
+    return u * scale, z_err if softcap is None else z_err + 4 * EPS32 * softcap * scale
 
 
 def _tokens_of(call: Call, cols: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (targets, which there are, which of them are in this shard)."""
+    """Return (targets, which are valid, which are in this shard)."""
     y = call["target"].reshape(-1).long()
     valid = (y != call["ignore_index"]) & (y >= 0) & (y < call["vocab"])
     return y, valid, valid & (y >= call["start"]) & (y < call["start"] + cols)
 
 
 def _statistics_truth(
-    call: Call, z: Tensor, of_z: Tensor, classes: Tensor | None
+    call: Call, z: Tensor, z_err: Tensor, classes: Tensor | None
 ) -> dict[str, Near | Tensor]:
     cols = z.shape[1]
     y, valid, here = _tokens_of(call, cols)
@@ -227,26 +227,26 @@ def _statistics_truth(
     t = z - largest[:, None]
     e = t.exp()
     few = FEW * EPS32
-    off = of_z.amax(1, keepdim=True) + few
+    exp_err = z_err.amax(1, keepdim=True) + few
     expected: dict[str, tuple[Tensor, Tensor]] = {
-        "largest": (largest, of_z.amax(1) + EPS32 * largest.abs()),
-        "total": (e.sum(1), (e * (off + EPS32 * t.abs())).sum(1)),
+        "largest": (largest, z_err.amax(1) + EPS32 * largest.abs()),
+        "total": (e.sum(1), (e * (exp_err + EPS32 * t.abs())).sum(1)),
     }
-    at = torch.where(here, y - call["start"], 0)[:, None]
+    column = torch.where(here, y - call["start"], 0)[:, None]
     expected["picked"] = (
-        torch.where(here, z.gather(1, at)[:, 0], 0.0),
-        torch.where(here, of_z.gather(1, at)[:, 0], 0.0),
+        torch.where(here, z.gather(1, column)[:, 0], 0.0),
+        torch.where(here, z_err.gather(1, column)[:, 0], 0.0),
     )
     if call["entropy"]:
-        expected["moment"] = ((e * t).sum(1), (e * (1 + t.abs()) * (off + few * (1 + t.abs()))).sum(1))
+        expected["moment"] = ((e * t).sum(1), (e * (1 + t.abs()) * (exp_err + few * (1 + t.abs()))).sum(1))
     if call["spread"]:
         w = torch.ones(cols, dtype=torch.float64) if classes is None else classes.double()
         size = (w * (t.abs() + z.abs() + largest.abs()[:, None])).sum(1)
-        expected["below"] = ((w * t).sum(1), few * size + (w * off).sum(1))
+        expected["below"] = ((w * t).sum(1), few * size + (w * exp_err).sum(1))
         expected["mass"] = (w.sum().expand(len(z)), few * w.sum().expand(len(z)))
         expected["there"] = (torch.full_like(largest, cols), torch.zeros_like(largest))
     if call["squares"]:
-        expected["squares"] = ((2 * t).exp().sum(1), ((2 * t).exp() * 2 * (off + EPS32 * t.abs())).sum(1))
+        expected["squares"] = ((2 * t).exp().sum(1), ((2 * t).exp() * 2 * (exp_err + EPS32 * t.abs())).sum(1))
     empty = {"largest": LOWEST}
     near: dict[str, Near | Tensor] = {
         name: Near(torch.where(valid, value, empty.get(name, 0.0)), torch.where(valid, noise, 0.0))
@@ -265,33 +265,33 @@ def _rows_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Ten
 def _head_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
     hidden = call["hidden"].double().reshape(-1, call["hidden"].shape[-1])
     product = product_of_head(hidden, call["weight"].double().t())
-    x, of_x = product.truth, product.noise
+    x, x_err = product.truth, product.noise
     if call["bias"] is not None:
         x = x + call["bias"].double()
-        of_x = of_x + EPS32 * x.abs()
-    z, off = _capped(call, x)
-    return _statistics_truth(call, z, off + call["scale"] * of_x, call["classes"])
+        x_err = x_err + EPS32 * x.abs()
+    z, z_err = _capped(call, x)
+    return _statistics_truth(call, z, z_err + call["scale"] * x_err, call["classes"])
 
 
 def _joined_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
-    """Return the results of all shards together, and the gradient of the shard's logits.
+    """Return the joint results of all shards, and the gradient of the shard's logits.
 
-    The shard's own statistics are the second of those that are joined: in their place its logits are
+    The shard's own statistics are the second of those joined; here they are replaced by its logits, which are
     differentiated."""
     leaf = call["logits"].detach().double().requires_grad_()
     cols = leaf.shape[-1]
-    z, of_z = _capped(call, leaf.reshape(-1, cols))
+    z, z_err = _capped(call, leaf.reshape(-1, cols))
     y, valid, here = _tokens_of(call, cols)
     rows = iter(call["stats"].double().unbind(1))
-    largests, totals, picks = next(rows), next(rows), next(rows)
+    largests, totals, picked_parts = next(rows), next(rows), next(rows)
     others = torch.tensor([True, False, *[True] * (len(largests) - 2)])[:, None] & valid
     top = torch.where(others, largests, LOWEST).amax(0).maximum(z.detach().amax(1))
-    down = torch.where(others, (largests - top).exp(), 0.0)
+    alpha = torch.where(others, (largests - top).exp(), 0.0)
     t = z - top[:, None]
-    total = (totals * down).sum(0) + t.exp().sum(1)
+    total = (totals * alpha).sum(0) + t.exp().sum(1)
     lse = top + total.log()
-    at = torch.where(here, y - call["start"], 0)[:, None]
-    picked = (picks * others).sum(0) + torch.where(here, z.gather(1, at)[:, 0], 0.0)
+    column = torch.where(here, y - call["start"], 0)[:, None]
+    picked = (picked_parts * others).sum(0) + torch.where(here, z.gather(1, column)[:, 0], 0.0)
     few = FEW * EPS32
     size = 1 + lse.detach().abs() + picked.detach().abs() + top.abs()
     values: dict[str, Tensor] = {"logprobs": picked - lse, "lse": lse}
@@ -299,7 +299,7 @@ def _joined_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | T
     entropy = torch.zeros_like(lse)
     if call["entropy"]:
         moments = torch.where(others, next(rows) + (largests - top) * totals, 0.0)
-        moment = (moments * down).sum(0) + (t.exp() * t).sum(1)
+        moment = (moments * alpha).sum(0) + (t.exp() * t).sum(1)
         entropy = values["entropy"] = total.log() - moment / total
         noise["entropy"] = few * (size + (moment / total).detach().abs())
     w = torch.ones(cols, dtype=torch.float64) if call["weight"] is None else call["weight"].double()
@@ -307,10 +307,10 @@ def _joined_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | T
     if call["spread"]:
         below, mass, there = next(rows), next(rows), next(rows)
         count = (there * others).sum(0) + cols
-        of_others = torch.where(others, below + mass * (largests - top), 0.0).sum(0)
+        others_below = torch.where(others, below + mass * (largests - top), 0.0).sum(0)
         all_mass = (mass * others).sum(0) + w.sum()
-        values["spread"] = (all_mass * total.log() - of_others - (w * t).sum(1)) / count
-        sizes = all_mass * total.log().abs() + of_others.abs() + (w * t.abs()).sum(1)
+        values["spread"] = (all_mass * total.log() - others_below - (w * t).sum(1)) / count
+        sizes = all_mass * total.log().abs() + others_below.abs() + (w * t.abs()).sum(1)
         noise["spread"] = few * (sizes.detach() / count + size)
         mass_share, count_share = all_mass / count, 1 / count
     expected: dict[str, Near | Tensor] = {}
@@ -338,13 +338,13 @@ def _joined_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | T
     per_token = of("logprobs") + of("lse") + of("spread") * mass_share[:, None]
     sizes = p * (per_token + of("entropy") * (logs + entropy.detach()[:, None] + 1))
     sizes = sizes + of("spread") * count_share[:, None] * w
-    sizes = sizes.scatter_add(1, at, of("logprobs") * here[:, None])
+    sizes = sizes.scatter_add(1, column, of("logprobs") * here[:, None])
     slope = torch.full_like(sizes, call["scale"])
     if call["softcap"] is not None:
         tanh = torch.tanh(leaf.detach().reshape(-1, cols) / call["softcap"])
         slope = call["scale"] * (1 - tanh**2) + 1e-6
-    off = sizes * slope * (few * (1 + logs) + of_z + of_z.amax(1, keepdim=True))
-    expected["dlogits"] = Near(gradient, torch.where(valid[:, None], off, 0.0).view(leaf.shape))
+    dx_err = sizes * slope * (few * (1 + logs) + z_err + z_err.amax(1, keepdim=True))
+    expected["dlogits"] = Near(gradient, torch.where(valid[:, None], dx_err, 0.0).view(leaf.shape))
     return expected
 
 

@@ -1,1 +1,1 @@
-"""Proofs for all sizes: host code run with symbols, the contracts of its launches, and what a solver says of them."""
+"""Proofs for all sizes: symbolic runs of host code, contracts of its launches, and a solver's answers about them."""

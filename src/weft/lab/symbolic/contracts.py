@@ -1,8 +1,8 @@
-"""Contracts of Weft's launches, for `triton_loom.prove`: what every launch of a call promises, for all sizes at once.
+"""Contracts of Weft's launches for `triton_loom.prove`: what every launch of a call guarantees, for all sizes at once.
 
 Nobody writes them. The call of a workload is traced with symbols for its sizes (`symbolic`). One trace stands for the
-sizes at which host code takes the same branches: a region. Then the solver is asked for sizes outside of all regions,
-and the call is traced there, until no sizes are left. Launches that look the same in several regions are one contract.
+sizes for which host code takes the same branches: a region. Then the solver is asked for sizes outside all regions, and
+the call is traced there, until no sizes are left. Launches that look the same in several regions are one contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._sympy import functions as torch_sympy
 from ...runtime import Variant
 from ..compiled.offline import ttir_of
 from ..families import Workload, loaded_of
-from .loaded import Given, Loaded, place_apart, within
+from .loaded import Given, Loaded, exception_index, within
 from .tracing import LARGEST, Launched, Pointer, Size, Trace, candidates, variable
 
 try:
@@ -36,7 +36,7 @@ except ImportError as error:  # pragma: no cover
         "pip install 'weft[prove]'"
     ) from error
 
-# The names of elements in TTIR. To a kernel, fp8 numbers are bytes.
+# Names of element types in TTIR. Kernels see fp8 elements as bytes.
 _ELEMENTS = {"fp64": "f64", "fp32": "f32", "fp16": "f16", "bf16": "bf16", "u8": "i8"}
 
 
@@ -44,12 +44,12 @@ _ELEMENTS = {"fp64": "f64", "fp32": "f32", "fp16": "f16", "bf16": "bf16", "u8": 
 
 
 class Untranslatable(Exception):
-    """An expression of host code that is not one of integers."""
+    """An expression of host code that cannot be translated into z3's integers."""
 
 
 class Translator:
-    """From sympy's expressions to those of z3. What is divided by has to be positive: the conditions for that are
-    collected in `positive`, and who uses the expressions has to prove them."""
+    """Translates sympy expressions into z3's. Divisors must be positive: the conditions for that are collected in
+    `positive`, and users of the expressions must prove them."""
 
     def __init__(self, names: Mapping[sympy.Symbol, str]) -> None:
         self.names = names
@@ -62,19 +62,19 @@ class Translator:
             return int(e)
         if isinstance(e, sympy.Symbol):
             if e not in self.names:
-                raise Untranslatable(f"{e} depends on what is in memory")
+                raise Untranslatable(f"{e} depends on values in memory")
             return z3.Int(self.names[e])
         for kinds, translate in self._TABLE:
             if isinstance(e, kinds):
                 return translate(self, e)
-        raise Untranslatable(f"{type(e).__name__} in {e}")
+        raise Untranslatable(f"unsupported {type(e).__name__} in {e}")
 
     def _product(self, e: Any) -> Any:
         factors = list(e.args)
-        for place, factor in enumerate(factors):
-            # -(-a // b) is how Python writes a ceiling.
+        for index, factor in enumerate(factors):
+            # Python writes a ceiling as -(-a // b).
             if isinstance(factor, torch_sympy.FloorDiv) and _is_negative(factor.args[0]):
-                rest = sympy.Mul(-1, *factors[:place], *factors[place + 1 :])
+                rest = sympy.Mul(-1, *factors[:index], *factors[index + 1 :])
                 ceiling = cdiv(self(-factor.args[0]), self._divisor(factor.args[1]))
                 return self(rest) * ceiling
         return reduce(mul, map(self, factors))
@@ -82,14 +82,14 @@ class Translator:
     def _power(self, e: Any) -> Any:
         base, exponent = e.args
         if not (exponent.is_Integer and exponent >= 0):
-            raise Untranslatable(f"the power {e}")
+            raise Untranslatable(f"unsupported power {e}")
         return reduce(mul, [self(base)] * int(exponent), 1)
 
     def _divisor(self, e: Any) -> Any:
         divisor = self(e)
         if isinstance(divisor, int):
             if divisor <= 0:
-                raise Untranslatable(f"a division by {divisor}")
+                raise Untranslatable(f"unsupported division by {divisor}")
         elif not e.is_positive:
             self.positive.append(divisor > 0)
         return divisor
@@ -97,7 +97,7 @@ class Translator:
     def _quotient(self, e: Any) -> Any:
         a, b = e.args
         if _is_negative(b):
-            a, b = -a, -b  # sympy takes the signs out of a // -(-b // c)
+            a, b = -a, -b  # sympy factors the signs out of a // -(-b // c)
         a, b = self(a), self._divisor(b)
         return a // b if isinstance(a, int) and isinstance(b, int) else a / b
 
@@ -107,18 +107,18 @@ class Translator:
     def _equation(self, e: Any) -> Any:
         left, right = e.args
         if isinstance(left, torch_sympy.Mod | torch_sympy.PythonMod) and right == 0:
-            parts = _ored(left.args[0])
+            operands = _ored(left.args[0])
             divisor = int(left.args[1]) if left.args[1].is_Integer else 0
-            if len(parts) > 1 and divisor > 0 and divisor & (divisor - 1) == 0:
-                whole = z3.And(*(z3.simplify(_z3(self(part)) % divisor == 0) for part in parts))
-                return z3.Not(whole) if isinstance(e, sympy.Ne) else whole
+            if len(operands) > 1 and divisor > 0 and divisor & (divisor - 1) == 0:
+                all_divide = z3.And(*(z3.simplify(_z3(self(operand)) % divisor == 0) for operand in operands))
+                return z3.Not(all_divide) if isinstance(e, sympy.Ne) else all_divide
         left, right = self(left), self(right)
         return left != right if isinstance(e, sympy.Ne) else left == right
 
     def _extreme(self, e: Any) -> Any:
-        parts = [_z3(self(part)) for part in e.args]
-        least = isinstance(e, torch_sympy.Min | sympy.Min)
-        return reduce(lambda a, b: z3.If(a <= b if least else a >= b, a, b), parts)
+        operands = [_z3(self(operand)) for operand in e.args]
+        is_min = isinstance(e, torch_sympy.Min | sympy.Min)
+        return reduce(lambda a, b: z3.If(a <= b if is_min else a >= b, a, b), operands)
 
     _TABLE: tuple[tuple[Any, Any], ...] = (
         (sympy.Add, lambda self, e: reduce(add, map(self, e.args))),
@@ -143,8 +143,8 @@ class Translator:
 
 
 def _is_negative(e: Any) -> bool:
-    """Whether an expression is written as a negative one: -a // b, or a product with an odd number of such. It decides
-    how the expression is written down, not what it is worth: a // b is (-a) // (-b) for all signs."""
+    """Return whether an expression is written as a negative one: -a // b, or a product with an odd number of such. It
+    only affects how the expression is written, not its value: a // b is (-a) // (-b) for all signs."""
     if isinstance(e, torch_sympy.FloorDiv):
         return _is_negative(e.args[0]) != _is_negative(e.args[1])
     if isinstance(e, sympy.Mul):
@@ -157,9 +157,9 @@ def _z3(value: Any) -> Any:
 
 
 def _ored(e: Any) -> list[Any]:
-    """The parts of a | b | …, which a power of two divides exactly if it divides each."""
+    """Return the operands of a | b | …, which a power of two divides exactly if it divides each operand."""
     if type(e).__name__ == "BitwiseFn_bitwise_or":
-        return [part for side in e.args for part in _ored(side)]
+        return [operand for side in e.args for operand in _ored(side)]
     return [e]
 
 
@@ -168,7 +168,7 @@ def _ored(e: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Region:
-    """Sizes for which host code does the same, and one example of them."""
+    """Sizes for which host code takes the same branches, and one example of them."""
 
     conditions: tuple[Any, ...]
     example: Mapping[str, int]
@@ -181,17 +181,17 @@ class Region:
 def region_of(
     trace: Trace, sizes: Sequence[Size], example: Mapping[str, int], translate: Translator
 ) -> Region:
-    """The sizes of a trace. That its own example is among them shows that no condition is wrong."""
+    """Return the region of a trace. Its example must satisfy every condition, which guards against wrong ones."""
     conditions = tuple(condition for guard in trace.guards if z3.is_expr(condition := translate(guard)))
     domain = _domain(sizes)
     for condition in translate.positive:
         if ask([*domain, *conditions], condition).verdict != "proven":
-            raise Untranslatable(f"a division by what may not be positive: {condition}")
+            raise Untranslatable(f"a divisor that may not be positive: {condition}")
     region = Region(tuple(c for c in conditions if not z3.is_true(c)), dict(example))
     values = [(z3.Int(name), z3.IntVal(value)) for name, value in example.items()]
     for condition in region.conditions:
         if not z3.is_true(z3.simplify(z3.substitute(condition, *values))):
-            raise AssertionError(f"{condition} does not hold at {dict(example)}, where it was noted")
+            raise AssertionError(f"{condition} does not hold at {dict(example)}, where it was recorded")
     return region
 
 
@@ -208,10 +208,10 @@ class Case:
 
     workload: str
     launched: Launched
-    contract: Contract  # under what all regions have in common
+    contract: Contract  # assumes only the conditions common to all regions
     regions: list[Region]
-    narrow: Contract  # under the regions alone
-    apart: bool  # two arguments lie in one storage at different places: of races between them nothing is said
+    narrow: Contract  # assumes that the sizes are in one of the regions
+    overlapping: bool  # arguments share a storage at different offsets: their races are not checked
 
     @property
     def variant(self) -> Variant:
@@ -224,12 +224,12 @@ class Contracts:
 
     workload: str
     target: str
-    sizes: list[Size]  # those that are symbols; all others are fixed
+    sizes: list[Size]  # sizes that are symbols; all others are fixed
     fixed: dict[str, int] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
     regions: int = 0
-    refused: dict[str, str] = field(default_factory=dict)  # what the op says where it does not take sizes
-    gaps: list[str] = field(default_factory=list)  # why not all sizes are looked at; empty: all are
+    refused: dict[str, str] = field(default_factory=dict)  # by the op's message: sizes that it refuses
+    gaps: list[str] = field(default_factory=list)  # reasons that sizes are left out; empty: none are
     seconds: float = 0.0
 
     @property
@@ -238,35 +238,35 @@ class Contracts:
 
 
 def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contracts:
-    """The contracts of all launches of a workload for all sizes, or for as many regions of them as `regions`."""
-    begun = time.perf_counter()
+    """Return the contracts of all launches of a workload for all sizes, or for at most `regions` regions."""
+    begin = time.perf_counter()
     sizes = variable(workload, target)
-    found = Contracts(str(workload), target, sizes)
+    result = Contracts(str(workload), target, sizes)
     names = {size.name for size in sizes}
-    found.fixed = {size.name: size.usual for size in candidates(workload) if size.name not in names}
+    result.fixed = {size.name: size.usual for size in candidates(workload) if size.name not in names}
     if not sizes:
-        found.gaps.append("none of its sizes can be a symbol: this is of its own sizes alone")
+        result.gaps.append("none of its sizes can be a symbol: this is of its own sizes alone")
     example = {size.name: size.usual for size in sizes}
     seen: list[Any] = []
     groups: dict[Any, list[tuple[Launched, Region]]] = {}
     while True:
         trace = Trace.of(workload, target, sizes, example)
-        where = ", ".join(f"{name} = {value}" for name, value in example.items()) or "its own sizes"
+        location = ", ".join(f"{name} = {value}" for name, value in example.items()) or "its own sizes"
         if trace.failure is not None:
-            found.gaps.append(f"at {where}: {trace.failure}")
+            result.gaps.append(f"at {location}: {trace.failure}")
             break
         translate = Translator({expression: name for name, expression in trace.sizes.items()})
         try:
             region = region_of(trace, sizes, example, translate)
-            found.regions += 1
+            result.regions += 1
             if trace.refused is not None:
-                found.refused.setdefault(trace.refused, where)
+                result.refused.setdefault(trace.refused, location)
             else:
-                for launched in _alone(trace.launches, target):
+                for launched in _with_sole_writers(trace.launches, target):
                     plain = without_extremes(launched, region, sizes, translate)
                     groups.setdefault(_key(plain, translate), []).append((plain, region))
         except Untranslatable as error:
-            found.gaps.append(f"at {where}: {error}")
+            result.gaps.append(f"at {location}: {error}")
             break
         seen.append(region.formula)
         if not sizes:
@@ -275,52 +275,52 @@ def contracts_of(workload: Workload, target: str, *, regions: int = 64) -> Contr
         if outside.verdict == "proven":
             break
         if outside.verdict == "unknown":
-            found.gaps.append("the solver does not find out whether there are sizes besides those looked at")
+            result.gaps.append("the solver does not find out whether there are sizes besides those looked at")
             break
-        if found.regions >= regions:
-            found.gaps.append(f"more than {found.regions} regions")
+        if result.regions >= regions:
+            result.gaps.append(f"more than {result.regions} regions")
             break
         example = {size.name: outside.value(z3.Int(size.name)) for size in sizes}
     for members in groups.values():
         try:
-            found.cases.append(_case(str(workload), members, sizes))
+            result.cases.append(_case(str(workload), members, sizes))
         except Untranslatable as error:
-            found.gaps.append(f"{members[0][0].variant.kernel}: {error}")
-    found.seconds = time.perf_counter() - begun
-    return found
+            result.gaps.append(f"{members[0][0].variant.kernel}: {error}")
+    result.seconds = time.perf_counter() - begin
+    return result
 
 
-def _alone(launches: Sequence[Launched], target: str) -> list[Launched]:
-    """The launches of a call, of which `empty` is left to those that alone write to it."""
+def _with_sole_writers(launches: Sequence[Launched], target: str) -> list[Launched]:
+    """Return the launches of a call, keeping in `empty` only the tensors that a single launch writes."""
     writers = [
         [launched.pointers[name].storage for name in stored(launched, target)] for launched in launches
     ]
-    found = []
-    for launched, own in zip(launches, writers, strict=True):
-        once = {number for number in own if sum(number in theirs for theirs in writers) == 1}
-        alone = frozenset(name for name in launched.empty if launched.pointers[name].storage in once)
-        found.append(replace(launched, empty=alone))
-    return found
+    narrowed = []
+    for launched, written in zip(launches, writers, strict=True):
+        sole = {number for number in written if sum(number in other for other in writers) == 1}
+        empty = frozenset(name for name in launched.empty if launched.pointers[name].storage in sole)
+        narrowed.append(replace(launched, empty=empty))
+    return narrowed
 
 
 def without_extremes(
     launched: Launched, region: Region, sizes: Sequence[Size], translate: Translator
 ) -> Launched:
-    """The launch with e for max(1, e) where e is positive in the region: PyTorch writes strides like that, in case that
-    a tensor has no elements. Then it shows that dimensions lie together."""
+    """Return the launch with max(1, e) replaced by e where e is positive in the region. PyTorch writes strides like
+    that in case a tensor has no elements; without it, contiguous dimensions can be recognized."""
     pointers = launched.pointers.values()
     parts = [*launched.grid, *launched.integers.values()]
     parts += [e for p in pointers for e in (*p.shape, *p.stride, p.offset)]
-    facts, found = [*_domain(sizes), *region.conditions], {}
+    facts, replacements = [*_domain(sizes), *region.conditions], {}
     extremes = {e for part in parts if not isinstance(part, int) for e in part.atoms(torch_sympy.Max)}
-    # In an order that is the same in every process: the solver's terms are ordered by when they were made.
+    # Sort, for an order that is the same in every process: the solver orders terms by creation.
     for extreme in sorted(extremes, key=str):
-        rest = [e for e in extreme.args if e != 1]
-        if len(rest) == 1 and ask(facts, _z3(translate(rest[0])) >= 1).verdict == "proven":
-            found[extreme] = rest[0]
+        operands = [e for e in extreme.args if e != 1]
+        if len(operands) == 1 and ask(facts, _z3(translate(operands[0])) >= 1).verdict == "proven":
+            replacements[extreme] = operands[0]
 
     def plain(e: Any) -> Any:
-        return e if isinstance(e, int) else e.xreplace(found)
+        return e if isinstance(e, int) else e.xreplace(replacements)
 
     return replace(
         launched,
@@ -339,15 +339,16 @@ def without_extremes(
 
 
 def _key(launched: Launched, translate: Translator) -> Any:
-    """What two launches have in common that are one contract. Storages have numbers of one trace."""
+    """Return a key that is equal for launches of one contract. Storages are numbered per trace, so they are
+    renumbered."""
     order = {
-        number: place
-        for place, number in enumerate(dict.fromkeys(p.storage for p in launched.pointers.values()))
+        number: index
+        for index, number in enumerate(dict.fromkeys(p.storage for p in launched.pointers.values()))
     }
-    renamed = {symbol: sympy.Symbol(name, positive=True) for symbol, name in translate.names.items()}
+    common_symbols = {symbol: sympy.Symbol(name, positive=True) for symbol, name in translate.names.items()}
 
     def text(e: Any) -> str:
-        return str(e if isinstance(e, int) else e.xreplace(renamed))
+        return str(e if isinstance(e, int) else e.xreplace(common_symbols))
 
     pointers = tuple(
         (
@@ -377,15 +378,17 @@ def _case(workload: str, members: list[tuple[Launched, Region]], sizes: Sequence
     symbols = tuple(symbol(size.name, 1, LARGEST) for size in sizes)
     integers = {name: translate(value) for name, value in launched.integers.items()}
     arguments: dict[str, Any] = dict(integers)
-    given = Given(integers, {name: tuple(map(translate, p.shape)) for name, p in launched.pointers.items()})
+    launch_arguments = Given(
+        integers, {name: tuple(map(translate, p.shape)) for name, p in launched.pointers.items()}
+    )
     for name in launched.pointers:
-        arguments[name] = _buffer(launched, name, given, regions[0].example, translate)
+        arguments[name] = _buffer(launched, name, launch_arguments, regions[0].example, translate)
     grid: Any = tuple(translate(axis) for axis in (*launched.grid, 1, 1)[:3])
     facts = [*_domain(sizes), exact]
     for condition in translate.positive:
         if ask(facts, condition).verdict != "proven":
-            raise Untranslatable(f"a division by what may not be positive: {condition}")
-    made = [
+            raise Untranslatable(f"a divisor that may not be positive: {condition}")
+    contracts = [
         Contract(
             arguments=arguments,
             grid=grid,
@@ -395,9 +398,9 @@ def _case(workload: str, members: list[tuple[Launched, Region]], sizes: Sequence
         )
         for assumed in ((*common, *translate.positive), (exact,))
     ]
-    places = {(p.storage, str(p.offset)) for p in launched.pointers.values()}
-    apart = len(places) > len({p.storage for p in launched.pointers.values()})
-    return Case(workload, launched, made[0], regions, made[1], apart)
+    offsets = {(p.storage, str(p.offset)) for p in launched.pointers.values()}
+    overlapping = len(offsets) > len({p.storage for p in launched.pointers.values()})
+    return Case(workload, launched, contracts[0], regions, contracts[1], overlapping)
 
 
 def _names_in(launched: Launched, sizes: Sequence[Size]) -> dict[sympy.Symbol, str]:
@@ -407,86 +410,94 @@ def _names_in(launched: Launched, sizes: Sequence[Size]) -> dict[sympy.Symbol, s
 def _buffer(
     launched: Launched,
     name: str,
-    given: Given,
+    launch_arguments: Given,
     example: Mapping[str, int],
     translate: Translator,
 ) -> Buffer:
     pointer = launched.pointers[name]
     variant = launched.variant
     kind = variant.types()[name].removeprefix("*")
-    known = loaded_of(variant.kernel, name)
-    more: dict[str, Any] = {"align": 16 if variant.aligned else pointer.dtype.itemsize}
-    if known is not None:
-        # Tables of integers are the launch's own: no tensor whose address a kernel finds in memory is one.
-        more |= {"values": _values(known, given), "ascending": known.ascending, "unreached": True}
-        more["distinct"] = _distinct(known, given)
-        back = None if known.inverse is None else launched.pointers.get(known.inverse)
-        if back is not None and _is_flat(pointer) and _is_flat(back):
-            more["inverse"] = known.inverse
-    alike = [
+    assumed = loaded_of(variant.kernel, name)
+    options: dict[str, Any] = {"align": 16 if variant.aligned else pointer.dtype.itemsize}
+    if assumed is not None:
+        # Tables of integers belong to the launch: none of them is reached through an address loaded from memory.
+        options |= {
+            "values": _values(assumed, launch_arguments),
+            "ascending": assumed.ascending,
+            "unreached": True,
+        }
+        options["distinct"] = _distinct(assumed, launch_arguments)
+        inverse = None if assumed.inverse is None else launched.pointers.get(assumed.inverse)
+        if inverse is not None and _is_flat(pointer) and _is_flat(inverse):
+            options["inverse"] = assumed.inverse
+    aliases = [
         other
         for other, p in launched.pointers.items()
         if p.storage == pointer.storage and p.offset == pointer.offset
     ]
-    if len(alike) > 1:
-        more["storage"] = alike[0]
+    if len(aliases) > 1:
+        options["storage"] = aliases[0]
     values = {launched.symbols[size]: value for size, value in example.items()}
     dims = dense_dims(pointer, values)
     element = _ELEMENTS.get(kind, kind)
     if not dims:
-        return Buffer(element, 1, **more)
+        return Buffer(element, 1, **options)
     if len(dims) == 1 and dims[0][1] == 1:
         if name in launched.empty:
-            more["shape"] = tuple(translate(size) for size, _ in by_stride(pointer, values))
-        return Buffer(element, translate(dims[0][0]), **more)
-    sizes, strides = ([translate(dim[place]) for dim in dims] for place in (0, 1))
-    return Buffer.strided(element, sizes, strides, **more)
+            options["shape"] = tuple(translate(size) for size, _ in by_stride(pointer, values))
+        return Buffer(element, translate(dims[0][0]), **options)
+    sizes, strides = ([translate(dim[position]) for dim in dims] for position in (0, 1))
+    return Buffer.strided(element, sizes, strides, **options)
 
 
-def _values(known: Loaded, given: Given) -> Any:
-    """What is assumed of a loaded integer, or of it and its place."""
-    if known.apart is None:
-        return lambda value: z3.And(*within(known, given, value))
-    other, there = known.apart[1], place_apart(known, given)
+def _values(loaded: Loaded, launch: Given) -> Any:
+    """Return the assumption about a loaded integer, or about it and its index."""
+    if loaded.apart is None:
+        return lambda value: z3.And(*within(loaded, launch, value))
+    other, exception = loaded.apart[1], exception_index(loaded, launch)
 
-    def assumed(value: Any, place: Any) -> Any:
-        usual, special = (z3.And(*within(said, given, value)) for said in (known, other))
-        return z3.If(place == there, special, usual)
+    def assumed(value: Any, index: Any) -> Any:
+        usual, special = (z3.And(*within(bounds, launch, value)) for bounds in (loaded, other))
+        return z3.If(index == exception, special, usual)
 
     return assumed
 
 
-def _distinct(known: Loaded, given: Given) -> Any:
-    """Whether all elements differ, or which ones do."""
-    there = place_apart(known, given)
-    return known.distinct if there is None or not known.distinct else lambda value, place: place != there
+def _distinct(loaded: Loaded, launch: Given) -> Any:
+    """Return whether all elements differ, or the predicate that selects those that do."""
+    exception = exception_index(loaded, launch)
+    return (
+        loaded.distinct
+        if exception is None or not loaded.distinct
+        else lambda value, index: index != exception
+    )
 
 
 def _is_flat(pointer: Pointer) -> bool:
-    """Whether the number of an element, counted row after row, is its place in memory."""
-    wanted: Any = 1
+    """Return whether a tensor is contiguous."""
+    contiguous_stride: Any = 1
     for size, stride in zip(reversed(pointer.shape), reversed(pointer.stride), strict=True):
-        if size != 1 and sympy.expand(stride - wanted) != 0:
+        if size != 1 and sympy.expand(stride - contiguous_stride) != 0:
             return False
-        wanted = wanted * size
+        contiguous_stride = contiguous_stride * size
     return True
 
 
 def by_stride(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
-    """(size, stride) of the dimensions of a tensor, larger strides first at the sizes of an example."""
-    given = zip(pointer.shape, pointer.stride, strict=True)
-    return sorted(given, key=lambda dim: -int(sympy.sympify(dim[1]).subs(values)))
+    """Return (size, stride) of the dimensions of a tensor, larger strides first at the sizes of an example."""
+    dims = zip(pointer.shape, pointer.stride, strict=True)
+    return sorted(dims, key=lambda dim: -int(sympy.sympify(dim[1]).subs(values)))
 
 
 def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, Any]]:
-    """(size, stride) of a tensor, with dimensions that lie together as one and without those that do not move.
+    """Return (size, stride) of a tensor's dimensions, merging contiguous ones and dropping those of size 1 or stride 0.
 
-    Larger strides come first, at the sizes of an example: that is how the prover finds out the indices of an element.
-    In another order it may fail, but nothing wrong is proven."""
+    Larger strides come first, at the sizes of an example, since that is how the prover recovers the indices of an
+    element. In another order it may fail, but nothing wrong is proven."""
     dims: list[tuple[Any, Any]] = []
     for size, stride in by_stride(pointer, values):
-        one = isinstance(size, int | sympy.Integer) and size == 1
-        if one or (stride == 0 and sympy.sympify(size).is_positive):
+        has_size_one = isinstance(size, int | sympy.Integer) and size == 1
+        if has_size_one or (stride == 0 and sympy.sympify(size).is_positive):
             continue
         if dims and sympy.expand(dims[-1][1] - size * stride) == 0:
             dims[-1] = (dims[-1][0] * size, stride)
@@ -495,14 +506,14 @@ def dense_dims(pointer: Pointer, values: Mapping[Any, int]) -> list[tuple[Any, A
     return dims
 
 
-# ---- the text of kernels --------------------------------------------------------------------------------
+# ---- kernels in TTIR ------------------------------------------------------------------------------------
 
 
 def stored(launched: Launched, target: str) -> frozenset[str]:
-    """The tensors that a launch may write to. Where the kernel writes to an address that leads back to no argument, as
-    one that it has found in memory, that may be any of them."""
-    found = _stored(launched.variant, target)
-    return frozenset(launched.pointers) & found if None not in found else frozenset(launched.pointers)
+    """Return the tensors that a launch may write. A kernel that writes to an address not derived from an argument, such
+    as one loaded from memory, may write any of them."""
+    names = _stored(launched.variant, target)
+    return frozenset(launched.pointers) & names if None not in names else frozenset(launched.pointers)
 
 
 @cache
@@ -516,7 +527,7 @@ def _stored(variant: Variant, target: str) -> frozenset[str | None]:
 
 
 def ttir_by_name(variant: Variant, target: str) -> str:
-    """The TTIR of a variant, its arguments named as Weft names them: "source.x" is a member of a struct."""
+    """Return the TTIR of a variant with Weft's argument names: "source.x" is a member of a struct."""
     return renamed(
         ttir_of(variant, target), [leaf.name for leaf in variant.leaves() if leaf.kind != "constexpr"]
     )

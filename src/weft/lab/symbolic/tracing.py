@@ -1,8 +1,8 @@
-"""Calls of ops with symbols in place of sizes: what they would launch, as expressions of those symbols.
+"""Trace calls of ops with symbols in place of sizes: their launches, as expressions of those symbols.
 
-A workload is built and called on fake tensors whose sizes are `SymInt`s. The host code runs as it is: grids, integers,
-shapes and strides come out as expressions, and every comparison that it made on the way is noted as a guard. Together
-the guards say for which sizes the same launches are made.
+A workload is built and called on fake tensors whose sizes are `SymInt`s. The host code runs unchanged: grids, integers,
+shapes and strides come out as expressions, and every comparison on the way is recorded as a guard. Together the guards
+describe the sizes for which the same launches are made.
 """
 
 from __future__ import annotations
@@ -32,67 +32,67 @@ from ...runtime.launch import WIDE
 from ...runtime.remembered import forget
 from ..families import Inputs, Workload
 
-LARGEST = 2**31 - 1  # of a size: the most that 32 bits hold
+LARGEST = 2**31 - 1  # maximum of a size: the largest 32-bit integer
 
 
-# ---- which sizes can vary -------------------------------------------------------------------------------
+# ---- sizes that can vary --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Size:
-    """A number of a workload that may be another one."""
+    """An integer of a workload that may vary."""
 
     name: str
-    usual: int  # that of the workload, or another one for which it can be traced
+    usual: int  # the workload's own, or another one for which it can be traced
 
 
 def _numbers(workload: Workload) -> Iterator[tuple[str, int]]:
-    """The numbers that a workload is made of: those of its shape, and its settings."""
-    for place, size in enumerate(workload.shape):
+    """Yield the integers that define a workload: those of its shape, and its settings."""
+    for dim, size in enumerate(workload.shape):
         if size == "rows":
             yield "rows", workload.rows
         else:
-            yield ("cols" if place == len(workload.shape) - 1 else f"dim{place}"), size
+            yield ("cols" if dim == len(workload.shape) - 1 else f"dim{dim}"), size
     for name, value in workload.settings:
         if type(value) is int and value > 0:
             yield name, value
 
 
 def candidates(workload: Workload) -> list[Size]:
-    """All numbers of a workload. Which of them host code can do without knowing is found by trying: `variable`."""
+    """Return all integers of a workload. Trial determines which of them host code need not know: `variable`."""
     return [Size(name, value) for name, value in _numbers(workload)]
 
 
 def variable(workload: Workload, target: str) -> list[Size]:
-    """The numbers of a workload that can be symbols: the call can be traced, and does not ask which number it is."""
-    kept: list[Size] = []
+    """Return the integers of a workload that can be symbols: the call can be traced, and does not pin them."""
+    accepted: list[Size] = []
     for size in candidates(workload):
-        for usual in (size.usual, size.usual + 1000):  # at one row, or column, all may be different
-            tried = [*kept, Size(size.name, usual)]
+        for usual in (size.usual, size.usual + 1000):  # a single row or column may be a special case
+            tried = [*accepted, Size(size.name, usual)]
             trace = Trace.of(workload, target, tried)
             if trace.failure is None and trace.refused is None and not trace.pinned:
-                kept = tried
+                accepted = tried
                 break
-    return kept
+    return accepted
 
 
-# ---- one trace ------------------------------------------------------------------------------------------
+# ---- traces ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor that a launch is given."""
+    """A tensor argument of a launch."""
 
     dtype: torch.dtype
-    shape: tuple[Any, ...]  # integers of Python's or sympy's, as all that follows
+    shape: tuple[Any, ...]  # Python's or sympy's integers, as in the next fields
     stride: tuple[Any, ...]
-    offset: Any  # of its first element in its storage
+    offset: Any  # of its first element within its storage
     storage: int
 
     @property
     def elements(self) -> tuple[Any, ...]:
-        """Which elements of its storage it has: two tensors of which this is the same have the same elements, though
-        not the other way round. Neighbouring dimensions that lie together are one."""
+        """Key of the elements of its storage: tensors with equal keys have the same elements, but not conversely.
+        Contiguous neighboring dimensions are merged."""
         dims: list[tuple[Any, Any]] = []
         for size, stride in zip(self.shape, self.stride, strict=True):
             if size == 1:
@@ -106,26 +106,26 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch with expressions for numbers."""
+    """A launch with expressions for integers."""
 
     variant: Variant
     grid: tuple[Any, ...]
-    pointers: dict[str, Pointer]  # without those that are absent
+    pointers: dict[str, Pointer]  # absent ones left out
     integers: dict[str, Any]
-    symbols: Mapping[str, sympy.Symbol]  # the sizes that the expressions are of
-    # What host code has allocated in this call without filling it, and given to the kernel as it was allocated.
+    symbols: Mapping[str, sympy.Symbol]  # sizes that occur in the expressions
+    # Tensors that host code has allocated in this call and passed to the kernel uninitialized.
     empty: frozenset[str] = frozenset()
 
 
 @dataclass
 class Trace:
-    """What a call launches, and for which sizes it is the same."""
+    """Launches of a call, and the sizes for which they are the same."""
 
     sizes: Mapping[str, sympy.Symbol]
     launches: list[Launched] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
-    pinned: list[str] = field(default_factory=list)  # sizes that a guard says to be one number
-    refused: str | None = None  # what the op said, if it does not take such sizes
+    pinned: list[str] = field(default_factory=list)  # sizes that a guard fixes to one value
+    refused: str | None = None  # the op's message, if it refuses such sizes
     failure: str | None = None  # why the call cannot be traced
 
     @classmethod
@@ -136,22 +136,22 @@ class Trace:
         sizes: Sequence[Size],
         hints: Mapping[str, int] | None = None,
     ) -> Trace:
-        """The call of a workload with symbols for `sizes`; the branches are those that it takes at `hints`."""
+        """Trace the call of a workload with symbols for `sizes`; the branches are those that it takes at `hints`."""
         env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         numbers = {
             size.name: _symbol(env, size.name, (hints or {}).get(size.name, size.usual)) for size in sizes
         }
         trace = cls({name: number.node.expr for name, number in numbers.items()})
         try:
-            with warnings.catch_warnings():  # of what fake tensors do not have
+            with warnings.catch_warnings():  # about features that fake tensors lack
                 warnings.simplefilter("ignore")
                 _call(trace, env, with_sizes(workload, numbers), numbers.get("rows", workload.rows), target)
-        except Exception as error:  # an op's own, or whatever a fake tensor cannot do
-            said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        except Exception as error:  # the op's own, or anything that a fake tensor does not support
+            message = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             if _is_refusal(error):
-                trace.refused = said
+                trace.refused = message
             else:
-                trace.failure = said
+                trace.failure = message
         trace.guards = [guard.expr for guard in env.guards]
         for name in numbers:
             if env.simplify(trace.sizes[name]).is_Integer:
@@ -160,8 +160,7 @@ class Trace:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an op refused its arguments in words, rather than that something went wrong: Weft's own host code has
-    raised the error."""
+    """Return whether an op refused its arguments on purpose: Weft's own host code has raised the error."""
     if not isinstance(error, ValueError | TypeError | NotImplementedError) or error.__traceback__ is None:
         return False
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -171,7 +170,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def with_sizes(workload: Workload, numbers: Mapping[str, Any]) -> Workload:
-    """The workload with other numbers; "rows" stays what it is."""
+    """Return the workload with other integers; "rows" stays as it is."""
     names = [name for name, _ in itertools.islice(_numbers(workload), len(workload.shape))]
     shape = tuple(
         size if size == "rows" else numbers.get(name, size)
@@ -194,8 +193,8 @@ def _symbol(env: ShapeEnv, name: str, hint: int) -> Any:
 
 
 def _call(trace: Trace, env: ShapeEnv, workload: Workload, rows: Any, target: str) -> None:
-    """Build and call a workload whose numbers are symbols."""
-    # Without symbols, what cannot be done with fake tensors can be with meta tensors.
+    """Build and call a workload whose integers are symbols."""
+    # Without symbols, use meta tensors: they support more than fake tensors do.
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) if trace.sizes else nullcontext()
 
     def note(launch: Any, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
@@ -207,37 +206,39 @@ def _call(trace: Trace, env: ShapeEnv, workload: Workload, rows: Any, target: st
             call = workload.build(workload, Inputs("meta", workload.dtype, seed=0), shape)
         if "training" in workload.tags and catalogue[workload.op].backward is not None:
             call = call.requiring_grad()
-        with recorded_by(note, target), _Allocations() as made:
+        with recorded_by(note, target), _Allocations() as allocations:
             call()
-    trace.launches = [replace(each, empty=made.whole(each.pointers)) for each in trace.launches]
+    trace.launches = [
+        replace(each, empty=allocations.uninitialized(each.pointers)) for each in trace.launches
+    ]
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the tensors that are allocated without being filled: PyTorch names all functions that do so after `empty`.
-    One that another function of PyTorch's writes to, then or later, is no such tensor any more."""
+    """Records tensors that are allocated uninitialized: PyTorch names all functions that do so `empty…`. Tensors that
+    another PyTorch function writes to, then or later, are dropped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, Pointer] = {}  # by the number of the storage
+        self._made: dict[int, Pointer] = {}  # by storage number
         self._filled: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
+        keywords = kwargs or {}
+        result = func(*args, **keywords)
         name = func._schema.name.removeprefix("aten::")
         if name.startswith(("empty", "new_empty")) and isinstance(result, Tensor):
-            made = _pointer(result)
-            self._made[made.storage] = made
-        for number, declared in enumerate(func._schema.arguments):
+            pointer = _pointer(result)
+            self._made[pointer.storage] = pointer
+        for position, declared in enumerate(func._schema.arguments):
             if declared.alias_info is not None and declared.alias_info.is_write:
-                value = args[number] if number < len(args) else given.get(declared.name)
+                value = args[position] if position < len(args) else keywords.get(declared.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(tensor, Tensor):
                         self._filled.add(_number_of(tensor))
         return result
 
-    def whole(self, pointers: Mapping[str, Pointer]) -> frozenset[str]:
-        """The arguments of a launch that are all of such a tensor, which no other argument is a part of."""
+    def uninitialized(self, pointers: Mapping[str, Pointer]) -> frozenset[str]:
+        """Return the arguments of a launch that cover all of such a tensor, which no other argument overlaps."""
         shared = Counter(pointer.storage for pointer in pointers.values())
         return frozenset(
             name
@@ -251,8 +252,8 @@ class _Allocations(TorchDispatchMode):
 
 def _launched(trace: Trace, launch: Any, grid: Any, pointers: Any, integers: Any) -> Launched:
     wide = any(number >= WIDE for number in integers)
-    chosen = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.constants}
-    variant = _launch_of(launch.kernel, **chosen).variant(pointers, wide, len(integers))
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.constants}
+    variant = _launch_of(launch.kernel, **options).variant(pointers, wide, len(integers))
     leaves = [leaf.name for leaf in launch.kernel.layout.leaves]
     named = dict(zip(leaves, pointers, strict=False))
     return Launched(
@@ -275,56 +276,60 @@ def _pointer(tensor: Tensor) -> Pointer:
 
 
 def expression(value: Any) -> Any:
-    """An integer as sympy's expression, if it is not Python's."""
+    """Return an integer, or sympy's expression for a symbolic one."""
     return value.node.expr if isinstance(value, SymInt) else int(value)
 
 
 def _decided(value: Any) -> Any:
-    """What decides the code of a kernel is a number, not an expression: asking for it is a guard."""
+    """Return concrete values for what decides a kernel's code: asking for them adds guards."""
     if isinstance(value, SymBool):
         return bool(value)
     if isinstance(value, SymInt):
         return int(value)
     if isinstance(value, tuple):
-        decided = map(_decided, value)
-        return type(value)(*decided) if hasattr(value, "_fields") else tuple(decided)
+        values = map(_decided, value)
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _decided(getattr(value, f.name)) for f in fields(value) if f.init}
-        return replace(value, **parts) if any(getattr(value, n) is not p for n, p in parts.items()) else value
+        values_by_field = {f.name: _decided(getattr(value, f.name)) for f in fields(value) if f.init}
+        return (
+            replace(value, **values_by_field)
+            if any(getattr(value, n) is not p for n, p in values_by_field.items())
+            else value
+        )
     return value
 
 
-def _launch_of(kernel: Any, **chosen: Any) -> Launch:
-    return Launch(kernel, **{name: _decided(value) for name, value in chosen.items()})
+def _launch_of(kernel: Any, **options: Any) -> Launch:
+    return Launch(kernel, **{name: _decided(value) for name, value in options.items()})
 
 
-# ---- what host code asks of sizes and tensors ---------------------------------------------------------
+# ---- patches that let host code run on symbols --------------------------------------------------------
 
 
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """Inside, ops run on fake tensors as they do on real ones, and symbols can do what host code does with integers.
-    All of it is undone at the end."""
+    """Let ops run on fake tensors as on real ones, with symbols for integers, within the block. All patches are undone
+    at the end."""
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(SymInt, "bit_length", _bit_length, create=True))
         stack.enter_context(patch(SymInt, "__hash__", _hash))
-        # Truth values that host code has as keys of caches are asked for.
+        # Host code uses truth values as cache keys: evaluate them.
         stack.enter_context(patch(SymBool, "__hash__", lambda truth: hash(bool(truth))))
         stack.enter_context(patch(SymBool, "__eq__", lambda truth, other: bool(truth) == bool(other)))
         stack.enter_context(patch(Launch, "of", staticmethod(_launch_of)))
         stack.enter_context(patch(FakeTensor, "data_ptr", _address, create=True))
-        # Ops look at the type of tensors for what compilers trace: here the host code itself is to run.
+        # Ops detect tracing compilers by the type of tensors, but here the host code itself must run.
         stack.enter_context(patch(Op, "dispatch", _run))
         stack.enter_context(patch(Op, "is_traced", lambda op, a: False))
-        # Of the table of angles only its size matters; its numbers are computed one by one with floats.
+        # Only the size of the table of angles matters; its elements are computed one by one with floats.
         stack.enter_context(patch(heads, "frequencies", lambda base, dim, scaling: ((), 1.0)))
         stack.enter_context(patch(heads, "turns", _turns))
         try:
             yield
         finally:
             _storages.clear()
-            forget()  # what is known of symbols that are gone
+            forget()  # caches of symbols that are gone
 
 
 def _run(op: Any, a: Any) -> Any:
@@ -333,26 +338,26 @@ def _run(op: Any, a: Any) -> Any:
 
 
 def _turns(base: float, dim: Any, scaling: str, device: torch.device) -> Tensor:
-    """A table as `weft.ops.heads.angles.turns` makes it, without its numbers."""
+    """Return a table like that of `weft.ops.heads.angles.turns`, uninitialized."""
     return torch.empty(dim // 2, dtype=torch.int64, device=device)
 
 
 def _bit_length(number: SymInt) -> int:
     bits = int(number.node.hint).bit_length()
     if not (number < 2**bits and (bits == 0 or number >= 2 ** (bits - 1))):
-        raise AssertionError("a symbol is not what its hint is")
+        raise AssertionError("a symbol does not have the bit length of its hint")
     return bits
 
 
 def _hash(number: SymInt) -> int:
-    """Of the expression and of whose it is: caches then find what they know of the same expression alone."""
+    """Hash the expression and its shape environment, so that cache entries are found for equal expressions only."""
     node = number.node
     return hash((id(getattr(node, "shape_env", None)), str(node.expr)))
 
 
 _storages: dict[
     int, tuple[int, Any]
-] = {}  # numbers of storages, which are kept so that none gets another's place
+] = {}  # storages by address with their numbers, kept alive so that no address is reused
 
 
 def _number_of(tensor: Tensor) -> int:
@@ -362,5 +367,5 @@ def _number_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """Storages begin at multiples of 16 bytes, and far enough from each other."""
+    """Return a fake address: storages begin at multiples of 16 bytes, far enough from each other."""
     return _number_of(tensor) * 2**50 + tensor.storage_offset() * tensor.element_size()

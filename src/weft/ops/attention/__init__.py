@@ -1,1 +1,1 @@
-"""Attention: for training and prefill, over caches, and merging of parts."""
+"""Attention for training and prefill, attention over caches, and merging of partial results."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of attention."""
+"""Arguments and outputs of attention."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..common.results import Result, ResultOptions
 
 
 class Packed(NamedTuple):
-    """Where sequences begin and end, on the device."""
+    """Bounds of packed sequences and key counts, on the device."""
 
     q_starts: Tensor | None  # [sequences + 1], if the tokens of all sequences are packed
     k_starts: Tensor | None
-    kv_lengths: Tensor | None  # [sequences]: how many keys each uses
+    kv_lengths: Tensor | None  # [sequences]: number of keys that each uses
 
 
 def starts_as_read(starts: Tensor, tokens: int) -> Tensor:
-    """Return where packed sequences begin for kernels: the running maximum of starts, clamped to the tokens."""
+    """Return the starts of packed sequences as kernels read them: their running maximum, clamped to the tokens."""
     return starts.clamp(0, tokens).cummax(0).values
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: from `left` before its own key to `right` after it; None is without a bound."""
+    """Band of keys that a query sees, from `left` before its own key to `right` after it; None means no bound."""
 
     left: int | None
     right: int | None
-    lower_right: bool  # the last query's own key is the last one, else the first query's is the first one
+    lower_right: bool  # align the last query with the last key, else the first query with the first key
 
     @property
     def banded(self) -> bool:
@@ -42,11 +42,9 @@ class AttentionArgs(NamedTuple):
     query: Tensor  # heads in `layout`
     key: Tensor
     value: Tensor
-    query_codes: Codes  # read in place of query, as those of key are; or none of both: see `coded_heads`
+    query_codes: Codes  # replaces query; present for both query and key or neither, see `coded_heads`
     key_codes: Codes
-    values: (
-        str | None
-    )  # "e4m3" if weights and values are multiplied in it; then there are codes of query and key
+    values: str | None  # "e4m3": multiply weights and values in it, which requires codes of query and key
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask
@@ -62,7 +60,7 @@ EightBits = Literal["int8", "e4m3"]
 
 
 def element_of(spec: str | None) -> EightBits | None:
-    """Return the element of a format whose codes attention multiplies, else None: a scale for each token and head."""
+    """Return the format's element if attention can multiply its codes (one scale per token and head), else None."""
     f = None if spec is None else Format.of(spec)
     if f is None or f.block != "row":
         return None
@@ -70,53 +68,53 @@ def element_of(spec: str | None) -> EightBits | None:
 
 
 def coded_heads(a: AttentionArgs) -> list[tuple[Tensor, Tensor | None]]:
-    """Return query and key as kernels read them, each as (x, None), or as its codes in the shape of x and their scales,
-    fp32 and of that shape without the last dimension.
+    """Return query and key as kernels read them: (x, None), or (codes in the shape of x, fp32 scales of the shape
+    without its last dimension).
 
-    Raise an error if codes are not what their formats say. Whoever calls the op, codes come with their format, for
-    query and key alike."""
-    given = (("query", a.query, a.query_codes), ("key", a.key, a.key_codes))
-    if all(part is None for _, _, codes in given for part in codes):
+    Raise ValueError if codes do not match their formats, or if query and key are not coded in the same format. This
+    also covers direct calls of the op."""
+    operands = (("query", a.query, a.query_codes), ("key", a.key, a.key_codes))
+    if all(part is None for _, _, codes in operands for part in codes):
         if a.values is not None:
-            raise ValueError("values in eight bits go with codes of query and key; got none")
+            raise ValueError("values in eight bits go with codes of query and key; got none. Quantize both")
         return [(a.query, None), (a.key, None)]
-    elements = [element_of(codes.format) for _, _, codes in given]
+    elements = [element_of(codes.format) for _, _, codes in operands]
     if None in elements or elements[0] != elements[1]:
         raise ValueError(
             "attention multiplies codes of query and key in one format, e4m3:row or int8:row; got "
-            f"{a.query_codes.format} and {a.key_codes.format}. Give plain tensors: QTensor.dequantize()"
+            f"{a.query_codes.format} and {a.key_codes.format}. Pass plain tensors: QTensor.dequantize()"
         )
-    return [_checked(*each) for each in given]
+    return [_checked(*each) for each in operands]
 
 
 def _checked(name: str, x: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
     number = Format.of(codes.format).number
     if codes.global_scale is not None:
         raise ValueError(
-            f"{name} in {codes.format} has a scale for each token and head alone; got a global_scale"
+            f"{name} in {codes.format} takes one scale per token and head only; got a global_scale"
         )
     for part, tensor, dtype, count in (
         ("codes", codes.data, number.dtype, x.numel()),
         ("scales", codes.scale, torch.float32, x.numel() // x.shape[-1]),
     ):
         if tensor is None or tensor.dtype != dtype or tensor.numel() != count:
-            found = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            received = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
-                f"{name} {tuple(x.shape)} in {codes.format} has {count} {part} in {dtype}; got {found}"
+                f"{name} {tuple(x.shape)} in {codes.format} needs {count} {part} in {dtype}; got {received}"
             )
     return codes.data.view(x.shape), codes.scale.view(x.shape[:-1])
 
 
 class AttentionOutputs(NamedTuple):
-    result: Result  # heads in the layout of the query; quantised, [.., tokens, heads * numbers]
-    lse: Tensor  # fp32 [batch, heads, queries], of packed sequences [heads, tokens]
+    result: Result  # heads in the layout of the query; [.., tokens, heads * v_dim] if quantized
+    lse: Tensor  # fp32 [batch, heads, queries]; [heads, tokens] for packed sequences
     max: Tensor | None  # fp32 [heads]
 
 
 class AttentionBackwardArgs(NamedTuple):
-    dy: Tensor  # [batch, queries, heads, numbers], or [tokens, heads, numbers]
+    dy: Tensor  # [batch, queries, heads, v_dim], or [tokens, heads, v_dim]
     dlse: Tensor | None
-    y: Tensor  # as dy
+    y: Tensor  # shaped like dy
     lse: Tensor
     query: Tensor
     key: Tensor
@@ -133,6 +131,6 @@ class AttentionBackwardArgs(NamedTuple):
 
 class AttentionGradients(NamedTuple, Generic[G]):
     query: G
-    key: G  # wanted with that of value
+    key: G  # requested together with value
     value: G
     sinks: G

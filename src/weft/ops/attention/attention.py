@@ -1,19 +1,19 @@
-"""Attention: softmax of scores, times values, without a matrix of scores in memory.
+"""Attention: softmax of scores times values, without storing the score matrix.
 
     s_ij = scale * (q_i . k_j)                               fp32 sums of exact products
-    s_ij = softcap * tanh(s_ij / softcap)                    where one is given, before the mask
+    s_ij = softcap * tanh(s_ij / softcap)                    if there is a softcap, before the mask
     s_ij = -inf                                              where query i does not see key j
-    lse_i = log(exp(sink) + sum_j exp(s_ij))                 the sink of a head counts here and has no value
-    p_ij = exp(s_ij - lse_i)                                 rounded to the dtype of v for the product, and not for lse
+    lse_i = log(exp(sink) + sum_j exp(s_ij))                 the head's sink counts here and has no value
+    p_ij = exp(s_ij - lse_i)                                 rounded to the dtype of v for the product, not for lse
     y_i = round(sum_j p_ij v_j)                              0 for a query that sees nothing, whose lse is -inf
 
-    delta_i = sum(dy_i * y_i) - dlse_i                       fp32, of the rounded y
-    ds_ij = p_ij * (dy_i . v_j - delta_i)                    with a softcap times its slope; rounded for the products
+    delta_i = sum(dy_i * y_i) - dlse_i                       fp32, from the rounded y
+    ds_ij = p_ij * (dy_i . v_j - delta_i)                    times the slope of the softcap; rounded for the products
     dq_i = round(scale * sum_j ds_ij k_j)      dk_j = round(scale * sum_i ds_ij q_i)      dv_j = round(sum_i p_ij dy_i)
     dsink = -sum_i exp(sink - lse_i) * delta_i
 
-Sums over queries run over the heads that share a head of keys in one program, in order: the bits are the same in every
-run. Backward computes p again, once for the gradient of queries and once for those of keys and values.
+One program sums over all query heads that share a key head, in order, so the bits are the same in every run. Backward
+recomputes p, once for the gradient of queries and once for the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from .arguments import (
     Packed,
 )
 from .configs import WIDEST
-from .eight_bits import codes_given, in_eight_bits
+from .eight_bits import common_element, in_eight_bits
 from .engines import Engine, check_engine
 from .reference import attention_backward_reference, attention_reference, result_shape
 
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     args: AttentionArgs
     y: Tensor
     lse: Tensor
@@ -103,8 +103,8 @@ class AttentionOp(
         shape = (*lead, count, a.query.shape[sequence])
         dtype, device = compute_dtype(a.value), a.query.device
         lse = torch.empty(shape, dtype=dtype, device=device)
-        largest = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
-        return AttentionOutputs(result, lse, largest)
+        max_score = torch.empty((count,), dtype=dtype, device=device) if a.return_max else None
+        return AttentionOutputs(result, lse, max_score)
 
     def present(self, a: AttentionArgs) -> Present:
         return a.result.present(), True, a.return_max
@@ -118,35 +118,35 @@ class AttentionOp(
     def reference(self, a: AttentionArgs) -> AttentionOutputs:
         return attention_reference(a)
 
-    def keep(self, a: AttentionArgs, o: AttentionOutputs) -> _Kept:
+    def keep(self, a: AttentionArgs, o: AttentionOutputs) -> _Saved:
         if a.query_codes.format is not None or a.key_codes.format is not None:
             raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
-        return _Kept(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
+        return _Saved(a._replace(result=plain_result(a.result.dtype)), o.result.y, o.lse)
 
     def backward(self, b: Backward) -> Gradients:
-        kept: _Kept = b.kept
-        a = kept.args
-        y, dy, dlse = kept.y, b.grads.result.y, b.grads.lse
+        saved: _Saved = b.kept
+        a = saved.args
+        y, dy, dlse = saved.y, b.grads.result.y, b.grads.lse
         if dy is None:
             dy = y.new_zeros(y.shape[-1]).expand(y.shape)
         v_dim = a.value.shape[-1]
-        if y.dim() < a.query.dim():  # a quantised result has the heads of a token in one row
+        if y.dim() < a.query.dim():  # a quantized result stores all heads of a token in one row
             y, dy = (x.unflatten(-1, (-1, v_dim)) for x in (y, dy))
         elif a.layout == "bhsd":
             y, dy = y.transpose(1, 2), dy.transpose(1, 2)
-        pairs = b.needs.key or b.needs.value
-        needs = AttentionGradients(b.needs.query, pairs, pairs, b.needs.sinks)
-        found = attention_backward_op(
+        needs_kv = b.needs.key or b.needs.value
+        needs = AttentionGradients(b.needs.query, needs_kv, needs_kv, b.needs.sinks)
+        grads = attention_backward_op(
             AttentionBackwardArgs(
-                dy, dlse, y, kept.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-                a.engine, needs,
+                dy, dlse, y, saved.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap,
+                a.layout, a.engine, needs,
             )
         )  # fmt: skip
         return {
-            "query": found.query,
-            "key": found.key if b.needs.key else None,
-            "value": found.value if b.needs.value else None,
-            "sinks": found.sinks,
+            "query": grads.query,
+            "key": grads.key if b.needs.key else None,
+            "value": grads.value if b.needs.value else None,
+            "sinks": grads.sinks,
         }
 
 
@@ -163,10 +163,10 @@ Window = tuple[int | None, int | None]
 
 
 class Attention(NamedTuple):
-    """A result of `attention` with what else was asked for."""
+    """Result of `attention` with lse and the largest score."""
 
     out: Tensor
-    lse: Tensor  # fp32 [batch, heads, queries], of packed sequences [heads, tokens]
+    lse: Tensor  # fp32 [batch, heads, queries]; [heads, tokens] for packed sequences
     max: Tensor | None  # fp32 [heads], or None
 
 
@@ -245,45 +245,45 @@ def attention(
     values: Literal["e4m3"] | None = None,
     engine: Engine = "auto",
 ) -> Tensor | Attention:
-    """`softmax(scale * query @ key^T) @ value` in one kernel, forward and backward.
+    """Compute `softmax(scale * query @ key^T) @ value` in one kernel, with a backward.
 
-    query: [batch, heads, queries, dim], as `F.scaled_dot_product_attention` takes it, or as `layout` says; key: [batch,
-    key heads, keys, dim]; value: [batch, key heads, keys, v_dim]; bf16, fp16 or fp32, any strides, dims up to 256. The
-    number of heads is a multiple of that of key heads: neighbouring heads share one.
+    query: [batch, heads, queries, dim] as in `F.scaled_dot_product_attention`, or in `layout`; key: [batch, key heads,
+    keys, dim]; value: [batch, key heads, keys, v_dim]; bf16, fp16 or fp32, any strides, dims up to 256. The number of
+    heads is a multiple of the number of key heads; neighboring heads share a key head.
 
     - `is_causal`: a query sees the keys up to its own. `window=(left, right)`: it sees `left` keys before its own and
       `right` after it, None for all; Hugging Face's `sliding_window=w` is `window=(w - 1, 0)`.
-    - `causal_align`, where there may be another number of keys than of queries, says which key is a query's own:
-      "lower_right": the last query's is the last key (FlashAttention, decoding); "upper_left": the first query's is the
-      first key (`F.scaled_dot_product_attention`).
+    - `causal_align` is required if the numbers of keys and queries may differ under a mask. It says which key is a
+      query's own: "lower_right" aligns the last query with the last key (FlashAttention, decoding); "upper_left" aligns
+      the first query with the first key (`F.scaled_dot_product_attention`).
     - `scale`: dim ** -0.5 by default. `softcap`: scores become `softcap * tanh(score / softcap)` (Gemma 2).
     - `sinks` [heads]: a score without a value that every query of the head sees (gpt-oss). A sink of +inf takes all the
       weight, one of -inf none, and NaN makes the head NaN.
-    - `cu_seqlens`, `cu_seqlens_k` [sequences + 1], int32 or int64 on the device: query [tokens, heads, dim] has
-      sequences one after another, which begin and end there, and so have key and value; without the second the same.
-      Sequences may be empty. Tokens before the first sequence and after the last get zeros.
+    - `cu_seqlens`, `cu_seqlens_k` [sequences + 1], int32 or int64 on the device: bounds of packed sequences in query
+      [tokens, heads, dim] and in key and value; `cu_seqlens_k` defaults to `cu_seqlens`. Sequences may be empty. Tokens
+      before the first sequence and after the last get zeros.
     - `kv_lengths` [batch]: how many of its keys each sequence uses; below 0 it uses none. A sequence gives NaN if its
-      length exceeds its keys, or if its starts descend or leave the tokens; no content of these reads other memory.
+      length exceeds its keys, or if its starts descend or leave the tokens; no value of these reads other memory.
     - `layout`: bhsd, bshd, sbhd; packed sequences are thd.
-    - `return_lse`: also the logarithm of the sum of exponentials, fp32 [batch, heads, queries], packed [heads, tokens].
-      Gradients flow through it. `return_max`: also the largest score of each head, fp32 [heads]. With either the result
+    - `return_lse`: also return log(sum(exp(scores))), fp32 [batch, heads, queries], packed [heads, tokens]. Gradients
+      flow through it. `return_max`: also return the largest score of each head, fp32 [heads]. With either, the result
       is an `Attention(out, lse, max)`.
-    - `scores`: "int8" or "e4m3": query and key are quantised, a scale for each token and head, and multiplied in eight
-      bits, for inference. Keys are smoothed before: the mean of those that the sequence's queries see is subtracted,
-      which changes all scores of a query alike, unless there are sinks or a softcap. `return_max` is of the smoothed
-      scores. Query and key that are `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are
-      multiplied as they are where nobody needs a gradient. Other `QTensor`s are dequantized.
-    - `values`: "e4m3", with `scores`: weights and values are multiplied in e4m3, too. Values get a scale for each
-      sequence, head and number, over the keys that its queries see.
-    - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], as the output projection takes it,
+    - `scores`: "int8" or "e4m3" quantizes query and key with one scale per token and head and multiplies them in eight
+      bits, for inference. Without sinks and softcap, keys are smoothed first: subtracting the mean of the keys that the
+      sequence's queries see shifts all scores of a query alike. `return_max` refers to the smoothed scores. Query and
+      key that are `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are multiplied
+      as they are unless a gradient is needed. Other `QTensor`s are dequantized.
+    - `values`: "e4m3", with `scores`: also multiply weights and values in e4m3. Values get one scale per sequence, head
+      and element of the head, over the keys that the sequence's queries see.
+    - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], ready for the output projection,
       with the bytes of `quantize(attention(...))`.
-    - `engine`: who attends. "auto" is Weft's kernel, or the library that `weft doctor` names where it is installed and
-      has all that the call asks for; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
-      "fa4" (FlashAttention) and "aiter" insist. Backward takes the same one if it has that call, too, else Weft's
-      kernels. `weft.record_engines()` tells what ran.
+    - `engine`: which kernels run. "auto" is Weft's kernel, or the library that `weft doctor` names if it is installed
+      and supports the whole call; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
+      "fa4" (FlashAttention) and "aiter" require that engine. Backward uses the same one if it supports that call, too,
+      else Weft's kernels. `weft.record_engines()` reports what ran.
 
-    Gradients flow to query, key, value and sinks. The memory of the result has the heads of a token side by side, also
-    for bhsd, of which `out.transpose(1, 2).flatten(2)` is a view.
+    Gradients flow to query, key, value and sinks. The result stores the heads of a token side by side, also for bhsd,
+    where `out.transpose(1, 2).flatten(2)` is a view.
 
     >>> import torch, weft
     >>> q, k = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 100, 64)
@@ -299,14 +299,18 @@ def attention(
                 "query, key and value must have one dtype and one device; query is "
                 f"{query.dtype} on {query.device} and {name} {x.dtype} on {x.device}"
             )
-    given, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
-    heads = _check_shapes(query, key, value, given)
-    mask = _mask(bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, given, packed))
+    heads_layout, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
+    heads = _check_shapes(query, key, value, heads_layout)
+    mask = _mask(
+        bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, heads_layout, packed)
+    )
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
     if not 0.0 < factor < float("inf"):
-        raise ValueError(f"scale must be above 0 and finite; got {factor}. Negate query for a negative one")
+        raise ValueError(
+            f"scale must be above 0 and finite; got {factor}. For a negative scale, negate query"
+        )
     cap = 0.0 if softcap is None else real("softcap", softcap)
     if softcap is not None and not 0.0 < cap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
@@ -318,7 +322,7 @@ def attention(
         options = options._replace(return_plain=True)  # backward needs it
     if wants_gradients and scores is not None:
         raise ValueError("scores in eight bits are for inference: call attention under torch.no_grad()")
-    element = None if wants_gradients else codes_given(query, key)
+    element = None if wants_gradients else common_element(query, key)
     if scores is None:
         scores = element
     if element is None or scores != element:
@@ -336,7 +340,7 @@ def attention(
         mask=mask,
         scale=factor,
         softcap=cap,
-        layout=given,
+        layout=heads_layout,
         return_max=bool(return_max),
         engine=engine,
         result=options,
@@ -347,21 +351,21 @@ def attention(
     if scores is not None:
         args, shift = in_eight_bits(args, scores, attention_op)
     check_engine(args)
-    found = attention_op(args)
-    out, lse = found.result.value(options), found.lse
+    outputs = attention_op(args)
+    out, lse = outputs.result.value(options), outputs.lse
     if not (return_lse or return_max):
         return out
-    return Attention(out, lse if shift is None or not return_lse else lse + shift(), found.max)
+    return Attention(out, lse if shift is None or not return_lse else lse + shift(), outputs.max)
 
 
 def _check_values(a: AttentionArgs, scores: str | None) -> None:
     if a.values != "e4m3":
         raise ValueError(f"values must be 'e4m3' or None; got {a.values!r}")
     if scores is None:
-        raise ValueError("values in eight bits go with scores in eight bits: give scores='e4m3' or 'int8'")
+        raise ValueError("values in eight bits go with scores in eight bits: pass scores='e4m3' or 'int8'")
     target = capabilities_of(a.query.device)
     if not target.fp8_dot:
-        raise ValueError(f"{target.target} multiplies no e4m3: leave values=None")
+        raise ValueError(f"{target.target} cannot multiply e4m3: leave values=None")
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -373,11 +377,11 @@ def _sequences(
     query: Tensor, key: Tensor, value: Tensor, layout: str, q_starts: Tensor | None, k_starts: Tensor | None,
     kv_lengths: Tensor | None,
 ) -> tuple[str, Packed]:  # fmt: skip
-    """The layout, and where sequences begin and end, checked."""
+    """Return the layout and the checked bounds of sequences."""
     device = query.device
     if q_starts is None:
         if k_starts is not None:
-            raise ValueError("cu_seqlens_k is for packed sequences, whose queries need cu_seqlens")
+            raise ValueError("cu_seqlens_k is for packed sequences, whose queries need cu_seqlens: pass both")
         if layout not in LAYOUTS or layout == "thd":
             hint = ": packed sequences (thd) need cu_seqlens" if layout == "thd" else ""
             raise ValueError(f"layout must be bhsd, bshd or sbhd; got {layout!r}{hint}")
@@ -388,11 +392,11 @@ def _sequences(
         check_tensor("cu_seqlens", q_starts, INTEGERS, device)
         k_starts = q_starts if k_starts is None else k_starts
         check_tensor("cu_seqlens_k", k_starts, (q_starts.dtype,), device)
-        least = 2 if query.shape[0] else 1
-        if q_starts.dim() != 1 or q_starts.shape[0] < least or k_starts.shape != q_starts.shape:
+        min_starts = 2 if query.shape[0] else 1
+        if q_starts.dim() != 1 or q_starts.shape[0] < min_starts or k_starts.shape != q_starts.shape:
             raise ValueError(
-                "cu_seqlens and cu_seqlens_k must have one shape [sequences + 1], and tokens belong to at least one "
-                f"sequence; got {tuple(q_starts.shape)} and {tuple(k_starts.shape)}"
+                "cu_seqlens and cu_seqlens_k must have the same shape [sequences + 1], with at least one sequence if "
+                f"there are tokens; got {tuple(q_starts.shape)} and {tuple(k_starts.shape)}"
             )
         used = (q_starts.shape[0] - 1,)
     if kv_lengths is not None:
@@ -401,13 +405,13 @@ def _sequences(
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> int:
-    """How many heads the query has."""
+    """Check the shapes of the operands; return the number of query heads."""
     dims = 3 if layout == "thd" else 4
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == dims:
-        raise ValueError(f"query, key and value in {layout!r} have {dims} dimensions each; got {shapes}")
-    batch, _, at, _ = LAYOUTS[layout]
-    heads, key_heads = query.shape[at], key.shape[at]
+        raise ValueError(f"query, key and value in {layout!r} must have {dims} dimensions each; got {shapes}")
+    batch, _, head_axis, _ = LAYOUTS[layout]
+    heads, key_heads = query.shape[head_axis], key.shape[head_axis]
     if key.shape[:-1] != value.shape[:-1] or (dims == 4 and key.shape[batch] != query.shape[batch]):
         raise ValueError(f"key and value must have as many tokens and heads, and query's batch; got {shapes}")
     if query.shape[-1] != key.shape[-1]:
@@ -418,12 +422,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> int
         )
     for name, x in (("query", query), ("value", value)):
         if not 1 <= x.shape[-1] <= WIDEST:
-            raise ValueError(f"heads of {name} must have 1 to {WIDEST} numbers; got {x.shape[-1]}")
+            raise ValueError(f"heads of {name} must have 1 to {WIDEST} elements; got {x.shape[-1]}")
     return heads
 
 
 def _lengths_agree(query: Tensor, key: Tensor, layout: str, packed: Packed) -> bool:
-    """Whether each sequence is known to have as many keys as queries."""
+    """Return whether each sequence is known to have as many keys as queries."""
     if packed.kv_lengths is not None:
         return False
     if packed.q_starts is not None:
@@ -438,8 +442,8 @@ def _pair(window: Window | None) -> Window | None:
     if isinstance(window, (list, torch.Size)) and len(window) == 2:
         return window[0], window[1]
     raise TypeError(
-        f"window must be (left, right): how many keys before and after its own a query sees; got {window!r}. A sliding "
-        "window of w keys that ends at the own one is (w - 1, 0)"
+        f"window must be (left, right): how many keys before and after its own a query sees; got {window!r}. For a "
+        "sliding window of w keys that ends at the query's own, pass (w - 1, 0)"
     )
 
 
@@ -453,15 +457,15 @@ def _mask(is_causal: bool, window: Window | None, align: str | None, same: bool)
     if is_causal:
         if right not in (None, 0):
             raise ValueError(
-                f"is_causal=True lets a query see no later keys; window has {right} to the right"
+                f"is_causal=True lets a query see no later keys, but window has {right} to the right. Pass (left, 0)"
             )
         right = 0
     if align not in (None, "lower_right", "upper_left"):
         raise ValueError(f"causal_align must be 'lower_right' or 'upper_left'; got {align!r}")
     if align is None and not same and (left is not None or right is not None):
         raise ValueError(
-            "a mask over another number of keys than of queries needs causal_align=: 'lower_right' (the last query's "
-            "own key is the last one, as in FlashAttention and in decoding) or 'upper_left' (the first query's is the "
-            "first, as in F.scaled_dot_product_attention)"
+            "a mask needs causal_align= if the numbers of keys and queries may differ: 'lower_right' aligns the last "
+            "query with the last key, as in FlashAttention and in decoding; 'upper_left' aligns the first query with "
+            "the first key, as in F.scaled_dot_product_attention"
         )
     return Mask(left, right, align != "upper_left")

@@ -1,12 +1,12 @@
-"""Who attends: Weft's own kernels, or those of other libraries where they are better.
+"""Choice of engine for attention: Weft's own kernels, or another library's where those are better.
 
 One table decides. `weft doctor` prints it for the devices of a machine, `engine=` overrides it for a call, and
-`record_engines()` tells what ran. Its reasons for GPUs are public figures; none was measured by this project.
+`record_engines()` reports what ran. Its reasons for GPUs are public figures; this project measured none of them.
 
-A library takes a call if it has all of it: no sinks, no `kv_lengths`, no largest scores, a plain result, every query
-with a key to see, and whatever else its entry in `libraries.LIBRARIES` says. Otherwise Weft's own kernels
-do, without a word under "auto". Backward is chosen for itself: it needs y, lse and the inputs, whoever made them, so
-that Weft's own may follow another's forward, as for a gradient of lse, which no library takes.
+A library serves a call only if it supports all of it: no sinks, no `kv_lengths`, no largest scores, a plain result,
+a visible key for every query, and whatever else its entry in `libraries.LIBRARIES` requires. Otherwise Weft's own
+kernels do, silently under "auto". Backward is chosen separately: it needs only y, lse and the inputs, so Weft's
+backward may follow a library's forward, for example for a gradient of lse, which no library takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from ...runtime import Capabilities, capabilities_of
-from ..common.engines import insist, is_recorded, note_engine
+from ..common.engines import is_recorded, note_engine, require_engine
 from ..common.heads import LAYOUTS
 from .arguments import AttentionArgs, AttentionBackwardArgs, Mask
 from .libraries import HALVES, LIBRARIES, Library
@@ -28,16 +28,16 @@ Args = AttentionArgs | AttentionBackwardArgs
 
 
 class Rule(NamedTuple):
-    """An entry of the table: on these targets a library is preferred to Weft's own kernels for bf16 and fp16, if it
-    has all of a call."""
+    """Table entry: on these targets a library is preferred to Weft's own kernels for bf16 and fp16, if it supports
+    the whole call."""
 
     targets: tuple[str, ...]
     library: str
-    backward: bool  # its backward is, too
+    backward: bool  # its backward is preferred, too
     why: str
 
 
-# The first rule whose library is there and has the call holds; on other targets Weft attends.
+# The first rule whose library is installed and supports the call applies; without one, Weft's kernels run.
 TABLE: tuple[Rule, ...] = (
     Rule(
         ("cpu",), "PyTorch on CPUs", False,
@@ -53,20 +53,20 @@ _BY_NAME = {library.name: library for library in LIBRARIES}
 
 
 class Attended(NamedTuple):
-    """An attention that ran, forward or backward."""
+    """Record of an attention that ran, forward or backward."""
 
     engine: str
-    library: str  # whose kernels
+    library: str  # name of the library whose kernels ran
     backward: bool
-    queries: int  # tokens of a sequence, or of all packed ones
+    queries: int  # tokens of a sequence, or of all packed sequences
     keys: int
     heads: int
     dim: int
 
 
 def choose_library(a: Args, target: Capabilities) -> Library | None:
-    """The library whose kernels a call takes on a target, None for Weft's own; and a note of it for those who
-    record."""
+    """Return the library whose kernels serve a call on a target, None for Weft's own; note the choice for
+    `record_engines`."""
     chosen = None
     if a.engine != "weft":
         for library in _candidates(a, target):
@@ -75,7 +75,7 @@ def choose_library(a: Args, target: Capabilities) -> Library | None:
                 break
         else:
             if isinstance(a, AttentionArgs) and not a.query.is_meta:
-                insist(a.engine, ENGINES, lambda: _lacks(a, target))
+                require_engine(a.engine, ENGINES, lambda: _missing_feature(a, target))
     if is_recorded():
         engine, name = ("weft", "Weft") if chosen is None else (chosen.engine, chosen.name)
         _, sequence, heads, _ = LAYOUTS[a.layout]
@@ -86,7 +86,7 @@ def choose_library(a: Args, target: Capabilities) -> Library | None:
 
 
 def _candidates(a: Args, target: Capabilities) -> list[Library]:
-    """The libraries to ask for a call, the best first."""
+    """Return the libraries to try for a call, best first."""
     if a.engine != "auto":
         return [each for each in LIBRARIES if each.engine == a.engine and target.target in each.targets]
     if a.query.dtype not in HALVES:
@@ -95,25 +95,25 @@ def _candidates(a: Args, target: Capabilities) -> list[Library]:
 
 
 def _preferred(target: str, backward: bool) -> list[Library]:
-    """The libraries that the table prefers on a target."""
+    """Return the libraries that the table prefers on a target."""
     rules = [rule for rule in TABLE if target in rule.targets and rule.backward >= backward]
     return [_BY_NAME[rule.library] for rule in rules]
 
 
 def check_engine(a: AttentionArgs) -> None:
-    """Raise an error unless the engine that a call insists on can compute it."""
+    """Raise ValueError unless the engine that a call requires can compute it."""
 
-    def speaks_against() -> str | None:
-        # A graph says so when it runs: the compiler would take what libraries ask of sizes for conditions of the graph.
-        # Kernels are recorded on meta tensors, and those are Weft's own.
-        later = torch.compiler.is_compiling() or a.query.is_meta
-        return None if later else _lacks(a, capabilities_of(a.query.device))
+    def unsupported_reason() -> str | None:
+        # A compiled graph checks when it runs: here the libraries' size checks would become guards of the graph.
+        # Recording kernels on meta tensors always uses Weft's own.
+        deferred = torch.compiler.is_compiling() or a.query.is_meta
+        return None if deferred else _missing_feature(a, capabilities_of(a.query.device))
 
-    insist(a.engine, ENGINES, speaks_against)
+    require_engine(a.engine, ENGINES, unsupported_reason)
 
 
-def _lacks(a: AttentionArgs, target: Capabilities) -> str | None:
-    """What the engine that a call insists on lacks, or None."""
+def _missing_feature(a: AttentionArgs, target: Capabilities) -> str | None:
+    """Return what the required engine lacks for a call, or None."""
     missing: str | None = f"kernels for {target.target}"
     for library in _candidates(a, target):
         missing = obstacle(library, a, target)
@@ -123,15 +123,15 @@ def _lacks(a: AttentionArgs, target: Capabilities) -> str | None:
 
 
 def obstacle(library: Library, a: Args, target: Capabilities) -> str | None:
-    """Why a library cannot compute a call on one of its targets, or None."""
+    """Return the reason why a library cannot compute a call on one of its targets, or None."""
     if a.query.device.type != ("cpu" if target.is_cpu else "cuda"):
         return f"kernels for tensors on {a.query.device}"
     if a.query.dtype not in library.dtypes:
         return f"kernels for {a.query.dtype}"
-    return _lacks_options(library, a) or _lacks_mask(library, a) or _lacks_sizes(library, a)
+    return _missing_option(library, a) or _missing_mask(library, a) or _missing_sizes(library, a)
 
 
-def _lacks_options(library: Library, a: Args) -> str | None:
+def _missing_option(library: Library, a: Args) -> str | None:
     if a.sinks is not None:
         return "sinks"
     if a.softcap and "softcap" not in library.options:
@@ -142,7 +142,7 @@ def _lacks_options(library: Library, a: Args) -> str | None:
         if a.return_max:
             return "the largest scores (return_max)"
         if a.result.format is not None:
-            return "a quantised result"
+            return "a quantized result"
         return None
     if library.backward is None:
         return "a backward with the same bits in every run"
@@ -151,7 +151,7 @@ def _lacks_options(library: Library, a: Args) -> str | None:
     return library.backward_lacks(a.query.shape[-1], a.value.shape[-1])
 
 
-def _lacks_mask(library: Library, a: Args) -> str | None:
+def _missing_mask(library: Library, a: Args) -> str | None:
     if a.packed.kv_lengths is not None:
         return "kv_lengths, which may leave queries without a key"
     mask = a.mask
@@ -166,35 +166,35 @@ def _lacks_mask(library: Library, a: Args) -> str | None:
             return "packed sequences"
         if a.packed.k_starts is not a.packed.q_starts:
             return "packed sequences with keys of their own, which may leave queries without a key"
-        return None if queries == keys else "packed sequences with another number of tokens of keys"
+        return None if queries == keys else "packed sequences with different numbers of query and key tokens"
     if not mask.banded or queries == keys:
         return None
     if library.align != ("lower_right" if mask.lower_right else "upper_left"):
-        return "this causal_align for another number of keys than of queries"
+        return "this causal_align for different numbers of keys and queries"
     return None if all_see(mask, queries, keys) else "queries that see no key"
 
 
 def all_see(mask: Mask, queries: int, keys: int) -> bool:
-    """Whether each query sees a key."""
-    if mask.lower_right:  # the first query's own key is the one that may be before all
+    """Return whether each query sees a key."""
+    if mask.lower_right:  # only the first query's own key may lie before all keys
         return mask.right is None or keys - queries + mask.right >= 0
     return mask.left is None or queries - 1 - mask.left <= keys - 1
 
 
-def _lacks_sizes(library: Library, a: Args) -> str | None:
+def _missing_sizes(library: Library, a: Args) -> str | None:
     dim, v_dim = a.query.shape[-1], a.value.shape[-1]
     if not library.widths(dim, v_dim):
-        return f"heads of {dim} and {v_dim} numbers"
+        return f"heads of {dim} and {v_dim} elements"
     return library.missing()
 
 
 def attention_on(target: str) -> str:
-    """Who attends on a target, in words."""
+    """Describe the engines that serve attention on a target."""
     listed = []
     for library in _preferred(target, backward=False):
-        missing, ways = library.missing(), "bf16, fp16"
+        missing, coverage = library.missing(), "bf16, fp16"
         if library not in _preferred(target, backward=True):
-            ways += " forward"
-        serves = ways if missing is None else f"not without {missing}"
+            coverage += " forward"
+        serves = coverage if missing is None else f"not without {missing}"
         listed.append(f"{library.engine} ({library.name}): {serves}")
     return "; ".join([*listed, "weft: the others" if listed else "weft"])

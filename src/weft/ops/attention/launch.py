@@ -1,4 +1,4 @@
-"""How attention is launched: where heads lie, and how queries and keys are cut into tiles."""
+"""Launches of the attention kernels: strides of heads, and tiles of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered
 from ..common.copies import cast_mode, copy_arguments
-from ..common.heads import LAYOUTS, NO_STRIDES, Strides, with_neighbours
+from ..common.heads import LAYOUTS, NO_STRIDES, Strides, contiguous_heads
 from ..common.kv_cache import E4M3
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
@@ -43,7 +43,7 @@ Sizes = tuple[int, ...]
 
 
 class Forms(NamedTuple):
-    """What decides the integers of launches: how tensors lie. Strides are those of tensors in `layout`."""
+    """Shapes and strides that determine the integers of a launch. Strides are in the axis order of `layout`."""
 
     layout: str
     shape: Sizes  # of the query
@@ -52,13 +52,13 @@ class Forms(NamedTuple):
     query: Sizes
     key: Sizes
     value: Sizes
-    sequences: int  # how many are packed; 0 if none
+    sequences: int  # number of packed sequences; 0 if none
     mask: Mask
     capped: bool
     dtype: torch.dtype
     query_scale: Sizes | None = None  # strides
     key_scale: Sizes | None = None
-    value_columns: int = 0  # of the codes of values; 0 if they are multiplied as they are
+    value_columns: int = 0  # columns of value codes; 0 if values are not quantized
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
@@ -88,18 +88,18 @@ class Forms(NamedTuple):
         )
 
     def tiles(self, tokens: int, rows: int) -> int:
-        """Tiles of `rows` tokens of a head. Those of packed sequences begin with sequences, and cover the tokens before
-        the first one and after the last, too."""
+        """Count the tiles of `rows` tokens of a head. With packed sequences, tiles start at sequence starts and also
+        cover the tokens before the first sequence and after the last."""
         return -(-tokens // rows) + (self.sequences + 1 if self.sequences else 0)
 
     def inputs(self) -> list[Strides]:
-        """Those of query, key and value; none of values that are codes, which lie in one way only."""
+        """Return the strides of query, key and value; none for value codes, whose layout is fixed."""
         query, key, value = (_at(strides, self.layout) for strides in (self.query, self.key, self.value))
         return [query, key, NO_STRIDES if self.value_columns else value]
 
 
 class Counts(NamedTuple):
-    """The sizes of a call. Packed sequences are one batch."""
+    """Sizes of a call. Packed sequences are one batch."""
 
     batch: int
     q: int
@@ -108,79 +108,77 @@ class Counts(NamedTuple):
     key_heads: int
 
     def lengths(self, sequences: int) -> tuple[int, int, int]:
-        """The integers of `Lengths`."""
+        """Return the integers of `Lengths`."""
         return sequences or self.batch, self.q, self.k
 
     def grouped(self) -> Heads:
         return Heads(self.heads, self.heads // self.key_heads)
 
     def value_columns(self, sequences: int) -> int:
-        """How many columns the codes of values have."""
+        """Return the number of columns of the value codes."""
         return (self.batch * self.k // VALUE_COLUMNS + (sequences or self.batch)) * VALUE_COLUMNS
 
     def band(self, mask: Mask) -> Band:
-        """The mask as kernels take it. Without a bound, one is taken that no pair of tokens reaches."""
+        """Return the mask as kernels take it, with missing bounds replaced by one that no pair of tokens reaches."""
         far = self.q + self.k
         left, right = (far if bound is None else min(bound, far) for bound in mask[:2])
         return Band(left, right, int(mask.lower_right))
 
 
 def _at(strides: Sizes | None, layout: str) -> Strides:
-    """Strides of heads, those of packed sequences without a batch."""
+    """Return the strides of heads; packed sequences have no batch stride."""
     return Strides.of(strides, layout, 0)
 
 
 NO_VALUE_CODES = ValueCodes(None, None, 0)
 
 
-class Wanted(NamedTuple):
-    """What the kernel depends on of how a result is stored."""
+class ResultForm(NamedTuple):
+    """Properties of the stored result that the kernel depends on."""
 
     dtype: torch.dtype
     format: str | None
-    row_alone: bool  # nothing but the row-wise copy is wanted
-    y: Sizes | None  # strides of a plain result in the layout of the query
+    rowwise_only: bool  # only the rowwise copy is requested
+    y: Sizes | None  # strides of a plain result, in the query's layout
 
 
 class Bound(NamedTuple):
-    """A launch for all calls whose tensors lie alike."""
+    """Launch shared by all calls with the same shapes and strides."""
 
     launch: BoundLaunch
-    tiles: int  # partial results that it leaves for each head
-    within: bool = False  # the kernel quantises its result itself
+    tiles: int  # partial results that it writes per head
+    fused: bool = False  # the kernel quantizes its result itself
 
 
 def _tile(
     kernel: str, forms: Forms, target: Capabilities, *places: Strides
 ) -> tuple[AttentionTile, dict[str, Any]]:
-    """The tile of a kernel, and the options of its launch."""
+    """Return the tile of a kernel and the options of its launch."""
     dim, itemsize = forms.shape[-1], forms.dtype.itemsize
     config = attention_config(kernel, dim, forms.v_dim, itemsize, target)
-    numbers = (number for at in places for number in at)
-    align = align_of(dim, forms.v_dim, *numbers, least=8 if itemsize == 1 else 16 // itemsize)
-    widths = (
-        Width.of(dim, 16 if itemsize > 1 else 32),
-        Width.of(forms.v_dim),
-    )  # a step of products has 32 bytes
+    strides = (stride for at in places for stride in at)
+    align = align_of(dim, forms.v_dim, *strides, least=8 if itemsize == 1 else 16 // itemsize)
+    # A step of the dot takes 32 bytes.
+    widths = (Width.of(dim, 16 if itemsize > 1 else 32), Width.of(forms.v_dim))
     tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, align)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 @remembered
-def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capabilities) -> Bound:
-    """`codes` are the strides of the row-wise copy."""
+def _forward(forms: Forms, to: ResultForm, codes: tuple[int, int, int], target: Capabilities) -> Bound:
+    """Bind the forward kernel; `codes` are the strides of the rowwise copy."""
     counts, inputs = forms.counts, forms.inputs()
     width = counts.heads * forms.v_dim
     if to.y is not None:
         y = _at(to.y, forms.layout)
-    else:  # the heads of a token are one row of the quantised result
+    else:  # a quantized result has all heads of a token in one row
         token = width * counts.batch if forms.layout == "sbhd" else width
         y = Strides(0, width if forms.layout == "sbhd" else counts.q * width, token, forms.v_dim)
     tile, options = _tile("forward", forms, target, *inputs, y)
     f = None if to.format is None else Format.of(to.format)
-    within = (
+    fused = (
         f is not None
-        and to.row_alone
+        and to.rowwise_only
         and f.block in ("1x128", "mx")
         and tile.v.first == forms.v_dim
         and forms.v_dim % f.group == 0
@@ -189,7 +187,7 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
     launch = Launch.of(
         attention_kernel,
         TILE=tile,
-        FORMAT=f if within else None,
+        FORMAT=f if fused else None,
         CAST=cast_mode(target),
         INPUT_MAX=torch.finfo(to.dtype).max,
         **options,
@@ -204,17 +202,17 @@ def _forward(forms: Forms, to: Wanted, codes: tuple[int, int, int], target: Capa
         key_scale=_at(forms.key_scale and (*forms.key_scale, 1), forms.layout),
         value_codes=forms.value_columns,
         y=y,
-        copy=codes if within else (0, 0, 0),
+        copy=codes if fused else (0, 0, 0),
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
         band=counts.band(forms.mask),
     )
-    return Bound(bound, tiles * counts.batch, within)
+    return Bound(bound, tiles * counts.batch, fused)
 
 
 @remembered
 def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
-    """The launch of the kernel that makes codes of values."""
+    """Bind the kernel that encodes values."""
     counts, value = forms.counts, _at(forms.value, forms.layout)
     tile, options = _tile("value", forms, target, value)
     launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
@@ -241,13 +239,13 @@ def _coded_values(
 
 
 def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
-    """Compute the outputs, by the engine that is chosen for the call."""
+    """Compute the outputs with the engine chosen for the call."""
     library = choose_library(a, capabilities_of(a.query.device))
     if library is not None:
         attend(library, o, a)
         return
     (query, query_scale), (key, key_scale) = coded_heads(a)
-    query, key, value = map(with_neighbours, (query, key, a.value))
+    query, key, value = map(contiguous_heads, (query, key, a.value))
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
     if query_scale is not None and key_scale is not None:
@@ -258,17 +256,17 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     y: Tensor | None = result.y
     copy = copy_arguments(result.copies(to.format)[0])
     strides = None if to.format is not None else result.y.stride()
-    wanted = Wanted(to.dtype, to.format, _row_alone(to), strides)
-    found = _forward(forms, wanted, copy[2:], target)
+    result_form = ResultForm(to.dtype, to.format, _rowwise_only(to), strides)
+    bound = _forward(forms, result_form, copy[2:], target)
     if to.format is not None and not to.return_plain:
-        # Of a result whose codes the kernel makes itself, y's dtype alone is read.
-        y = torch.empty((1,) if found.within else result.y.shape, dtype=to.dtype, device=query.device)
-    tops = None
+        # If the kernel quantizes the result itself, it reads only y's dtype.
+        y = torch.empty((1,) if bound.fused else result.y.shape, dtype=to.dtype, device=query.device)
+    tile_max = None
     if o.max is not None:
-        tops = torch.empty((found.tiles, o.max.shape[0]), dtype=torch.float32, device=query.device)
-    codes, scales = (copy.data, copy.scale) if found.within else (None, None)
+        tile_max = torch.empty((bound.tiles, o.max.shape[0]), dtype=torch.float32, device=query.device)
+    codes, scales = (copy.data, copy.scale) if bound.fused else (None, None)
     values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
-    found.launch(
+    bound.launch(
         *attention_kernel.tensors(
             query=query,
             key=key,
@@ -279,20 +277,20 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
             y=y,
             copy=(codes, scales),
             lse_ptr=o.lse,
-            max_ptr=tops,
+            max_ptr=tile_max,
             sinks_ptr=contiguous(a.sinks),
             lengths=starts,
             scores=(a.scale, a.softcap),
         )
     )
-    if tops is not None:
-        torch.amax(tops, 0, out=o.max)
-    if to.format is not None and not found.within:
+    if tile_max is not None:
+        torch.amax(tile_max, 0, out=o.max)
+    if to.format is not None and not bound.fused:
         assert y is not None
         quantize_into(result, to, y.view(-1, y.shape[-1]))
 
 
-def _row_alone(to: ResultOptions) -> bool:
+def _rowwise_only(to: ResultOptions) -> bool:
     return not (to.columnwise or to.return_amax or to.return_plain)
 
 
@@ -300,7 +298,7 @@ def _row_alone(to: ResultOptions) -> bool:
 
 
 class Upstream(NamedTuple):
-    """Strides of the result and its gradient, which lie as `memory_layout` says, and of the gradients to compute."""
+    """Strides of the result and its gradient, in `memory_layout`, and of the gradients to compute."""
 
     y: Sizes
     dy: Sizes
@@ -327,19 +325,21 @@ def _delta(forms: Forms, up: Upstream, target: Capabilities) -> Bound:
 
 @remembered
 def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> BoundLaunch:
-    """The launch of the kernel for the gradient of queries, or for those of keys and values."""
+    """Bind the kernel for the gradient of queries, or the one for the gradients of keys and values."""
     counts = forms.counts
     dy = _at(up.dy, memory_layout(forms.layout))
-    made = {"dquery": up.query} if kernel == "query" else {"dkey": up.key, "dvalue": up.value}
-    into = {name: _at(strides, forms.layout) for name, strides in made.items() if strides is not None}
+    strides_by_name = {"dquery": up.query} if kernel == "query" else {"dkey": up.key, "dvalue": up.value}
+    into = {
+        name: _at(strides, forms.layout) for name, strides in strides_by_name.items() if strides is not None
+    }
     inputs = forms.inputs()
     tile, options = _tile(kernel, forms, target, *inputs, dy, *into.values())
     if kernel == "query":
-        tiles, chosen = forms.tiles(counts.q, tile.m) * counts.heads, query_gradient_kernel
+        tiles, kernel_function = forms.tiles(counts.q, tile.m) * counts.heads, query_gradient_kernel
     else:
-        tiles, chosen = forms.tiles(counts.k, tile.n) * counts.key_heads, key_gradient_kernel
+        tiles, kernel_function = forms.tiles(counts.k, tile.n) * counts.key_heads, key_gradient_kernel
     query, key, value = inputs
-    return Launch.of(chosen, TILE=tile, **options).bind(
+    return Launch.of(kernel_function, TILE=tile, **options).bind(
         (tiles * counts.batch, 1, 1),
         query=query,
         key=key,
@@ -353,21 +353,21 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
 
 
 def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -> None:
-    """Compute the gradients that are wanted, by the engine that is chosen for them."""
+    """Compute the requested gradients with the engine chosen for them."""
     library = choose_library(a, capabilities_of(a.query.device))
     if library is not None:
         attend_backward(library, o, a)
         return
-    query, key, value, y, dy = map(with_neighbours, (a.query, a.key, a.value, a.y, a.dy))
+    query, key, value, y, dy = map(contiguous_heads, (a.query, a.key, a.value, a.y, a.dy))
     forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
     up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))
     lse, dlse, sinks = a.lse.contiguous(), contiguous(a.dlse), contiguous(a.sinks)
     delta = torch.empty_like(lse)
-    found = _delta(forms, up, target)
+    bound = _delta(forms, up, target)
     sums = None
     if o.sinks is not None:
-        sums = torch.empty((found.tiles, o.sinks.shape[0]), dtype=torch.float32, device=lse.device)
-    found.launch(
+        sums = torch.empty((bound.tiles, o.sinks.shape[0]), dtype=torch.float32, device=lse.device)
+    bound.launch(
         *delta_kernel.tensors(
             y=y, dy=dy, lse_ptr=lse, dlse_ptr=dlse, delta_ptr=delta, sinks_ptr=sinks, sink_sums_ptr=sums
         )
@@ -375,7 +375,7 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
     if o.sinks is not None and sums is not None:
         sum_partials(sums, o.sinks)
     starts = tuple(map(contiguous, a.packed))
-    given: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -387,7 +387,7 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
     }
     if o.query is not None:
         launch = _gradient("query", forms, up, target)
-        launch(*query_gradient_kernel.tensors(**given, dquery=o.query))
+        launch(*query_gradient_kernel.tensors(**tensors, dquery=o.query))
     if o.key is not None and o.key.numel():
         launch = _gradient("key", forms, up, target)
-        launch(*key_gradient_kernel.tensors(**given, dkey=o.key, dvalue=o.value))
+        launch(*key_gradient_kernel.tensors(**tensors, dkey=o.key, dvalue=o.value))

@@ -1,16 +1,16 @@
-"""Kernels of other libraries that attend: what they have, and how they are called.
+"""Attention kernels of other libraries: what they support, and how they are called.
 
-Argument lists are those of PyTorch 2.13.0, of flash-attn 2.8.4, FlashAttention-3 and -4 (the latter 4.0.0 beta 27) at
-commit 0251105 of Dao-AILab/flash-attention, and of AITER at commit e404860 of ROCm/aiter. So are the limits, but for
-PyTorch's on GPUs, which were read in other versions of its sources. What runs on a CPU is tested; what runs on a GPU
-was never run by this project.
+Argument lists are those of PyTorch 2.13.0, of flash-attn 2.8.4, of FlashAttention-3 and -4 (the latter 4.0.0 beta 27)
+at commit 0251105 of Dao-AILab/flash-attention, and of AITER at commit e404860 of ROCm/aiter. The limits come from the
+same versions, except PyTorch's on GPUs, which were read in other versions of its sources. The CPU calls are tested;
+this project has never run the GPU calls.
 
-- A forward gives the result and lse; a backward takes what Weft's own takes, dlse apart. So a call may go forward with
-  one and backward with another: y, lse and the inputs are all that either needs.
-- Everything here gives the same bits in every run. PyTorch's flash kernel for GPUs does so in its backward only under
-  `torch.use_deterministic_algorithms(True)`, and its call of cuDNN never: that one goes forward alone.
-- None has to answer for a query without a key: libraries give it an lse of plus infinity, or a number, or divide by
-  zero (PyTorch's for a CPU, which ends the process). `engines.obstacle` keeps such calls with Weft's own kernel.
+- A forward returns the result and lse; a backward takes what Weft's own takes, except dlse. So one engine may run the
+  forward and another the backward: y, lse and the inputs are all that either needs.
+- Everything here gives the same bits in every run. PyTorch's flash backward on GPUs does so only under
+  `torch.use_deterministic_algorithms(True)`, and its cuDNN backward never does, so cuDNN serves forward only.
+- No library gets a query without a visible key: libraries return lse = +inf or a finite value for it, or divide by
+  zero (PyTorch's CPU kernel, which ends the process). `engines.obstacle` keeps such calls on Weft's own kernel.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from .reference import memory_layout
 aten = torch.ops.aten
 
 
-# ---- a call as libraries take it --------------------------------------------------------------------------
+# ---- calls in the form that libraries take ----------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """Heads [batch, tokens, heads, numbers], of packed sequences [tokens, heads, numbers]."""
+    """Operands of a call: heads [batch, tokens, heads, dim], or [tokens, heads, dim] for packed sequences."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    starts: Tensor | None  # int32 [sequences + 1]: where packed sequences begin, those of queries and of keys
-    unsound: Tensor | None  # bool: `starts` are not as given, because these do not ascend or leave the tokens
+    starts: Tensor | None  # int32 [sequences + 1]: starts of packed sequences, the same for queries and keys
+    unsound: Tensor | None  # bool: the given starts descend or leave the tokens, so `starts` differ from them
     mask: Mask
     scale: float
     softcap: float
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs) -> Problem:
-        given, starts, unsound = a.packed.q_starts, None, None
-        if given is not None:
-            # Libraries read and write wherever starts lead to.
-            read = starts_as_read(given, a.query.shape[0])
-            starts, unsound = read.to(torch.int32).contiguous(), (read != given).any()
+        raw, starts, unsound = a.packed.q_starts, None, None
+        if raw is not None:
+            # Libraries read and write wherever the starts point.
+            clamped = starts_as_read(raw, a.query.shape[0])
+            starts, unsound = clamped.to(torch.int32).contiguous(), (clamped != raw).any()
         q, k, v = (_heads(x, a.layout) for x in (a.query, a.key, a.value))
         return Problem(q, k, v, starts, unsound, a.mask, a.scale, a.softcap)
 
     @property
     def causal(self) -> bool:
-        """The mask is that of `is_causal` alone."""
+        """True if the mask is exactly that of `is_causal`."""
         return self.mask.left is None and self.mask.right == 0
 
     def window(self, unbounded: int | None) -> dict[str, int | None]:
-        """The mask as FlashAttention takes it."""
+        """Return the mask as FlashAttention takes it."""
         left, right = (None, None) if self.causal else self.mask[:2]
         return {
             "window_size_left": unbounded if left is None else left,
@@ -78,22 +78,22 @@ class Problem(NamedTuple):
         }
 
     def options(self, unbounded: int | None, causal: str = "causal") -> dict[str, Any]:
-        """What FlashAttention takes besides tensors of heads, where `causal` is the name of that argument. Of packed
-        sequences the longest is not known here; it is no longer than all together."""
-        found: dict[str, Any] = {"softmax_scale": self.scale, causal: self.causal, "softcap": self.softcap}
-        found |= self.window(unbounded)
+        """Return FlashAttention's arguments besides the heads; `causal` is the name of that argument. The longest
+        packed sequence is unknown here; the total number of tokens bounds it."""
+        kwargs: dict[str, Any] = {"softmax_scale": self.scale, causal: self.causal, "softcap": self.softcap}
+        kwargs |= self.window(unbounded)
         if self.starts is not None:
-            found |= {"cu_seqlens_q": self.starts, "cu_seqlens_k": self.starts}
-            found |= {"max_seqlen_q": len(self.q), "max_seqlen_k": len(self.k)}
-        return found
+            kwargs |= {"cu_seqlens_q": self.starts, "cu_seqlens_k": self.starts}
+            kwargs |= {"max_seqlen_q": len(self.q), "max_seqlen_k": len(self.k)}
+        return kwargs
 
     def by_heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value as PyTorch takes them, [batch, heads, tokens, numbers]."""
+        """Return query, key and value as PyTorch takes them, [batch, heads, tokens, dim]."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
 
 class Upstream(NamedTuple):
-    """What a backward takes besides, and where the gradients of query, key and value go; heads as in `Problem`."""
+    """Further inputs of a backward, and its outputs dq, dk and dv; heads as in `Problem`."""
 
     out: Tensor
     dout: Tensor
@@ -104,16 +104,16 @@ class Upstream(NamedTuple):
 
 
 def _view(x: Tensor, layout: str) -> Tensor:
-    """Heads as in `Problem`."""
+    """Return a view of heads in the layout of `Problem`."""
     return x if layout == "thd" else canonical(x, layout)
 
 
 def _heads(x: Tensor, layout: str) -> Tensor:
-    """The same, for kernels that read 16 bytes at once; a copy if x does not allow that, or has one number for many."""
+    """Return heads in the layout of `Problem`, copied if not aligned to 16 bytes or if expanded (stride 0)."""
     x, step = _view(x, layout), 16 // x.element_size()
-    neighbours = x.stride(-1) == 1 and not any(at % step for at in (x.storage_offset(), *x.stride()[:-1]))
-    once = all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True))
-    return x if neighbours and once else x.clone(memory_format=torch.contiguous_format)
+    aligned = x.stride(-1) == 1 and not any(at % step for at in (x.storage_offset(), *x.stride()[:-1]))
+    no_broadcast = all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    return x if aligned and no_broadcast else x.clone(memory_format=torch.contiguous_format)
 
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -123,33 +123,33 @@ Backward = Callable[[Problem, Upstream], None]
 
 
 class Library(NamedTuple):
-    """Some kernels: which calls they can take, and how to call them."""
+    """Kernels of one library: which calls they support, and how to call them."""
 
-    engine: str  # as `engine=` names it
+    engine: str  # its name in `engine=`
     name: str
     targets: tuple[str, ...]
-    options: tuple[str, ...]  # of "softcap", "window" and "packed"
-    align: str  # the `causal_align` of masks over another number of keys than of queries; "" if it has none of them
-    widths: Callable[[int, int], bool]  # whether it has heads of dim and v_dim
-    missing: Callable[[], str | None]  # what of it this machine lacks
-    forward: Forward  # of a problem, and of tensors for the result and lse, which it may use
+    options: tuple[str, ...]  # supported ones of "softcap", "window" and "packed"
+    align: str  # its `causal_align` if the numbers of keys and queries differ; "" if unsupported
+    widths: Callable[[int, int], bool]  # whether it supports heads of dim and v_dim
+    missing: Callable[[], str | None]  # what is missing on this machine, or None
+    forward: Forward  # takes a problem and buffers for the result and lse, which it may use
     backward: Backward | None
-    # What more its backward lacks, for heads of dim and v_dim.
+    # What else its backward lacks for heads of dim and v_dim, or None.
     backward_lacks: Callable[[int, int], str | None] = lambda dim, v_dim: None
-    keys: int = 1  # the fewest that it takes
+    keys: int = 1  # minimum that it supports
     dtypes: tuple[torch.dtype, ...] = HALVES
 
 
 def attend(library: Library, o: AttentionOutputs, a: AttentionArgs) -> None:
-    """Fill the result and lse by the kernels of a library."""
+    """Compute the result and lse with the kernels of a library."""
     problem, y = Problem.of(a), _view(o.result.y, a.layout)
     out, lse = library.forward(problem, y, o.lse)
     if problem.starts is not None and problem.unsound is not None:
-        # Nobody wrote to tokens of no sequence. Of starts that had to be changed nothing is kept.
-        used = ~(_pads(problem.starts, y) | problem.unsound)
-        lost = torch.where(problem.unsound, math.nan, 0.0)
-        torch.where(used[:, None, None], out, lost.to(out.dtype), out=y)
-        torch.where(used, lse, (lost - math.inf).to(lse.dtype), out=o.lse)
+        # Libraries do not write tokens outside all sequences. With unsound starts the whole result is NaN.
+        used = ~(_padding_mask(problem.starts, y) | problem.unsound)
+        fill = torch.where(problem.unsound, math.nan, 0.0)
+        torch.where(used[:, None, None], out, fill.to(out.dtype), out=y)
+        torch.where(used, lse, (fill - math.inf).to(lse.dtype), out=o.lse)
         return
     if out is not y:
         y.copy_(out)
@@ -158,7 +158,7 @@ def attend(library: Library, o: AttentionOutputs, a: AttentionArgs) -> None:
 
 
 def attend_backward(library: Library, o: AttentionGradients, a: AttentionBackwardArgs) -> None:
-    """Fill the gradients of query, key and value by the kernels of a library, which knows only all of them."""
+    """Compute the gradients of query, key and value with a library, which always computes all three."""
     assert library.backward is not None
     problem, layout = Problem.of(a), memory_layout(a.layout)
     grads = [
@@ -169,12 +169,12 @@ def attend_backward(library: Library, o: AttentionGradients, a: AttentionBackwar
     library.backward(problem, upstream)
     if problem.starts is not None and problem.unsound is not None:
         for grad in grads:
-            grad.masked_fill_(_pads(problem.starts, grad)[:, None, None], 0)
+            grad.masked_fill_(_padding_mask(problem.starts, grad)[:, None, None], 0)
             grad.masked_fill_(problem.unsound, math.nan)
 
 
-def _pads(starts: Tensor, x: Tensor) -> Tensor:
-    """bool [tokens]: those before the first sequence and after the last."""
+def _padding_mask(starts: Tensor, x: Tensor) -> Tensor:
+    """Return which tokens lie before the first sequence or after the last, bool [tokens]."""
     token = torch.arange(len(x), device=x.device)
     return (token < starts[0]) | (token >= starts[-1])
 
@@ -183,43 +183,45 @@ def _pads(starts: Tensor, x: Tensor) -> Tensor:
 
 
 def _cpu_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, found = aten._scaled_dot_product_flash_attention_for_cpu(*p.by_heads(), 0.0, p.causal, scale=p.scale)
-    return out.transpose(1, 2), found
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+        *p.by_heads(), 0.0, p.causal, scale=p.scale
+    )
+    return out.transpose(1, 2), logsumexp
 
 
 def _cpu_backward(p: Problem, u: Upstream) -> None:
     out, dout = u.out.transpose(1, 2), u.dout.transpose(1, 2)
-    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, *p.by_heads(), out, u.lse, 0.0, p.causal, scale=p.scale
     )
-    _store(found, u)
+    _store(grads, u)
 
 
 def _flash_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, found, *_ = aten._scaled_dot_product_flash_attention(*p.by_heads(), 0.0, p.causal, scale=p.scale)
-    return out.transpose(1, 2), found[..., : lse.shape[-1]]  # some versions round the number of queries up
+    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(*p.by_heads(), 0.0, p.causal, scale=p.scale)
+    return out.transpose(1, 2), logsumexp[..., : lse.shape[-1]]  # some versions pad the number of queries
 
 
 def _flash_backward(p: Problem, u: Upstream) -> None:
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=p.q.device) for shape in ((2,), ()))
-    found = aten._scaled_dot_product_flash_attention_backward(
+    grads = aten._scaled_dot_product_flash_attention_backward(
         u.dout.transpose(1, 2), *p.by_heads(), u.out.transpose(1, 2), u.lse, None, None, p.q.shape[1],
         p.k.shape[1], 0.0, p.causal, seed, offset, scale=p.scale,
     )  # fmt: skip
-    _store(found, u)
+    _store(grads, u)
 
 
-def _store(found: tuple[Tensor, ...], u: Upstream) -> None:
-    """Keep gradients [batch, heads, tokens, numbers]."""
-    for grad, into in zip(found, (u.dq, u.dk, u.dv), strict=True):
+def _store(grads: tuple[Tensor, ...], u: Upstream) -> None:
+    """Copy gradients [batch, heads, tokens, dim] to the outputs."""
+    for grad, into in zip(grads, (u.dq, u.dk, u.dv), strict=True):
         into.copy_(grad.transpose(1, 2))
 
 
 def _cudnn_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, found, *_ = aten._scaled_dot_product_cudnn_attention(
+    out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
         *p.by_heads(), None, True, 0.0, p.causal, scale=p.scale
     )
-    return out.transpose(1, 2), found.view(lse.shape)  # in some versions with one more dimension, of one
+    return out.transpose(1, 2), logsumexp.view(lse.shape)  # some versions add a dimension of size 1
 
 
 def _no_flash() -> str | None:
@@ -232,19 +234,19 @@ def _no_cudnn() -> str | None:
     return None if allowed else "cuDNN (torch.backends.cuda.enable_cudnn_sdp)"
 
 
-def _flash_varies(dim: int, v_dim: int) -> str | None:
-    fixed = (
+def _flash_backward_lacks(dim: int, v_dim: int) -> str | None:
+    deterministic = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    return None if fixed else "a backward with the same bits in every run"
+    return None if deterministic else "a backward with the same bits in every run"
 
 
 # ---- FlashAttention and AITER -------------------------------------------------------------------------------
 
 
 class _Module(NamedTuple):
-    """Where functions of a library are, and by which of their arguments the versions are known that are called here."""
+    """Module of a library, its functions, and arguments that identify a supported version."""
 
     path: str
     functions: tuple[tuple[str, tuple[str, ...]], ...]
@@ -258,21 +260,21 @@ class _Module(NamedTuple):
 
 @functools.cache
 def _missing(module: _Module) -> str | None:
-    """What is wrong with a module, or None."""
+    """Return the reason why a module cannot be used, or None."""
     try:
-        found = importlib.import_module(module.path)
-    except Exception as error:  # whatever an extension that was built for something else raises
+        imported = importlib.import_module(module.path)
+    except Exception as error:  # an extension built for another setup may raise anything
         absent = isinstance(error, ModuleNotFoundError)
         return f"the module {module.path}" + ("" if absent else f", which does not import ({error})")
     for name, arguments in module.functions:
-        function = getattr(found, name, None)
+        function = getattr(imported, name, None)
         if function is None or not set(arguments) <= _parameters(function, arguments):
             return f"a version of {module.path} whose {name} takes {', '.join(arguments)}"
     return None
 
 
 def _parameters(function: Any, unless_known: tuple[str, ...]) -> set[str]:
-    """The names of a function's arguments."""
+    """Return the names of a function's parameters; `unless_known` if it takes **kwargs."""
     overload = getattr(function, "_opoverload", None)  # torch.library.custom_op
     if overload is not None:
         return {argument.name for argument in overload._schema.arguments}
@@ -316,21 +318,21 @@ _AITER = _Module(
 
 def _fa2_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     forward = _FA2.get("_flash_attn_forward" if p.starts is None else "_flash_attn_varlen_forward")
-    more = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
-    out, found, *_ = forward(p.q, p.k, p.v, **more, **p.options(-1))
-    return out, found
+    fixed = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False}
+    out, logsumexp, *_ = forward(p.q, p.k, p.v, **fixed, **p.options(-1))
+    return out, logsumexp
 
 
 def _fa2_backward(p: Problem, u: Upstream) -> None:
     backward = _FA2.get("_flash_attn_backward" if p.starts is None else "_flash_attn_varlen_backward")
-    more = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": True}
-    backward(u.dout, p.q, p.k, p.v, u.out, u.lse, u.dq, u.dk, u.dv, **more, **p.options(-1))
+    fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": True}
+    backward(u.dout, p.q, p.k, p.v, u.out, u.lse, u.dq, u.dk, u.dv, **fixed, **p.options(-1))
 
 
 def _fa3_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    # Its out_= is not for us: PyTorch refuses a custom op whose result is one of its arguments.
-    out, found, *_ = _FA3.get("_flash_attn_forward")(p.q, p.k, p.v, num_splits=1, **p.options(-1))
-    return out, found
+    # Do not pass out_=: PyTorch rejects a custom op whose result is one of its arguments.
+    out, logsumexp, *_ = _FA3.get("_flash_attn_forward")(p.q, p.k, p.v, num_splits=1, **p.options(-1))
+    return out, logsumexp
 
 
 def _fa3_backward(p: Problem, u: Upstream) -> None:
@@ -343,8 +345,8 @@ def _fa3_backward(p: Problem, u: Upstream) -> None:
 def _fa4_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     into = {"out": y, "lse": lse} if p.starts is None else {}
     forward = _FA4.get("_flash_attn_fwd")
-    out, found, *_ = forward(p.q, p.k, p.v, num_splits=1, return_lse=True, **into, **p.options(None))
-    return out, found
+    out, logsumexp, *_ = forward(p.q, p.k, p.v, num_splits=1, return_lse=True, **into, **p.options(None))
+    return out, logsumexp
 
 
 def _fa4_backward(p: Problem, u: Upstream) -> None:
@@ -353,16 +355,16 @@ def _fa4_backward(p: Problem, u: Upstream) -> None:
     backward(p.q, p.k, p.v, u.out, u.dout, u.lse, **into, deterministic=True, **p.options(None))
 
 
-_TO_NEAREST = 0  # how AITER's assembly rounds to bf16: to nearest even
+_TO_NEAREST = 0  # rounding mode of AITER's assembly for bf16: to nearest even
 
 
 def _aiter_forward(p: Problem, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, found, *_ = _AITER.get("_flash_attn_forward")(
+    out, logsumexp, *_ = _AITER.get("_flash_attn_forward")(
         p.q, p.k, p.v, dropout_p=0.0, softmax_scale=p.scale, causal=p.causal, **p.window(-1), sink_size=0, bias=None,
         alibi_slopes=None, q_descale=None, k_descale=None, v_descale=None, return_lse=True, return_softmax=False,
         how_v3_bf16_cvt=_TO_NEAREST, num_splits=1,
     )  # fmt: skip
-    return out, found
+    return out, logsumexp
 
 
 def _aiter_backward(p: Problem, u: Upstream) -> None:
@@ -373,16 +375,16 @@ def _aiter_backward(p: Problem, u: Upstream) -> None:
     )  # fmt: skip
 
 
-# ---- what each has ----------------------------------------------------------------------------------------
+# ---- supported head widths --------------------------------------------------------------------------------
 
 
 def _equal(dim: int, v_dim: int) -> bool:
-    """Heads of one width, in units of 16 bytes, up to 256 numbers."""
+    """Return whether dim and v_dim are equal, a multiple of 16 bytes, and at most 256 elements."""
     return dim == v_dim and dim % 8 == 0 and dim <= 256
 
 
 def _fa2_widths(dim: int, v_dim: int) -> bool:
-    # PyTorch refuses to train with up to 224 on GeForce; those in between are rare.
+    # PyTorch cannot train heads wider than 192 and up to 224 on GeForce; widths between 224 and 256 are rare.
     return _equal(dim, v_dim) and (dim <= 192 or dim == 256)
 
 
@@ -414,7 +416,7 @@ LIBRARIES: tuple[Library, ...] = (
     ),
     Library(
         "torch", "PyTorch flash", (*NVIDIA, *AMD), (), "",
-        _fa2_widths, _no_flash, _flash_forward, _flash_backward, _flash_varies,
+        _fa2_widths, _no_flash, _flash_forward, _flash_backward, _flash_backward_lacks,
     ),
     Library(
         "fa2", "FlashAttention-2", NVIDIA, ("softcap", "window", "packed"), "lower_right",

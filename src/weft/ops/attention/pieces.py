@@ -1,6 +1,6 @@
-"""Tiles of heads in one or two pieces, and what becomes of the products of queries and keys.
+"""Tiles of heads in one or two pieces, and the scores made of products of queries and keys.
 
-A piece is a power of two: 192 numbers are 128 + 64, and 80 are 64 + 16, so that no more is multiplied than need be.
+The width of a piece is a power of two: 192 is split into 128 + 64, and 80 into 64 + 16, which keeps padding small.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
 class Scores(NamedTuple):
-    """What becomes of q . k."""
+    """Scale and softcap of the scores."""
 
     scale: float
     softcap: float
 
 
 class Pieces(NamedTuple):
-    """The two pieces of a tile of heads; the second is None where one holds all numbers."""
+    """Tile of heads in two pieces; the second is None if one piece holds the whole head."""
 
     first: Any
     second: Any
@@ -42,20 +42,20 @@ def addresses(
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Pointers [ROWS, PIECE] to numbers from BEGIN on of rows from `start` on, and which of them exist."""
+    """Return pointers [ROWS, PIECE] to columns from BEGIN on of rows from `start` on, and their mask."""
     step = tl.multiple_of(stride.to(tl.int64), ALIGN)
     inside = tl.arange(0, ROWS)
     number = BEGIN + tl.arange(0, PIECE)
     at = ptr + start.to(tl.int64) * step + (inside.to(tl.int64) * step)[:, None] + number[None, :]
     mask = (start + inside < limit)[:, None]
-    if WIDTH.numbers < BEGIN + PIECE:
-        mask = mask & (number < WIDTH.numbers)[None, :]
+    if WIDTH.dim < BEGIN + PIECE:
+        mask = mask & (number < WIDTH.dim)[None, :]
     return at, mask
 
 
 @triton.jit
 def load_heads(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows from `start` on of one head, zero from `limit` on."""
+    """Load ROWS rows of one head from `start` on; zero from `limit` on."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
     at, mask = addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
@@ -68,9 +68,9 @@ def load_heads(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def load_turned(ptr, columns, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows from `start` on of one head in e4m3 whose codes lie transposed: the rows are neighbours, and its numbers
-    `columns` bytes apart. They may hold anything finite from `limit` on, up to the next multiple of ALIGN."""
+def load_transposed(ptr, columns, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Load rows from `start` on of one e4m3 head that is stored transposed: rows are contiguous, and columns have a
+    stride of `columns` bytes. Rows from `limit` to the next multiple of ALIGN may hold anything finite."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
     codes_ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -94,20 +94,20 @@ def _columns_of(
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Numbers from BEGIN on of rows from `start` on: [PIECE, ROWS]."""
+    """Load columns from BEGIN on of rows from `start` on, as [PIECE, ROWS]."""
     step = tl.multiple_of(columns.to(tl.int64), ALIGN)
     row = start + tl.arange(0, ROWS)
     number = BEGIN + tl.arange(0, PIECE)
-    # A mask that changes at multiples of ALIGN alone lets a thread load as many bytes at once.
+    # A mask that changes only at multiples of ALIGN lets a thread load ALIGN bytes at once.
     mask = (row < tl.cdiv(limit, ALIGN) * ALIGN)[None, :]
-    if WIDTH.numbers < BEGIN + PIECE:
-        mask = mask & (number < WIDTH.numbers)[:, None]
+    if WIDTH.dim < BEGIN + PIECE:
+        mask = mask & (number < WIDTH.dim)[:, None]
     return tl.load(ptr + (number.to(tl.int64) * step)[:, None] + row[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_heads(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Round rows and store them, up to `limit`."""
+    """Round rows to the dtype of the pointer and store them, up to `limit`."""
     ROWS: tl.constexpr = value.first.shape[0]
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
@@ -120,17 +120,17 @@ def store_heads(value, ptr, stride, start, limit, WIDTH: tl.constexpr, ALIGN: tl
 
 @triton.jit
 def load_at(ptr, row, exists, WIDTH: tl.constexpr):
-    """Heads that begin at `row`, int64 [R], zero where they do not exist. What `row` is a multiple of is said where it
-    is computed: a hint about a parameter is lost."""
+    """Load heads that begin at `row`, int64 [R]; zero where they do not exist. The caller gives the alignment hint for
+    `row` where it computes it: a hint on a parameter is lost."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
     at = ptr + row[:, None]
     number = tl.arange(0, FIRST)
-    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+    mask = exists[:, None] & (number < WIDTH.dim)[None, :]
     first = tl.load(at + number[None, :], mask=mask, other=0)
     if SECOND:
         number = FIRST + tl.arange(0, SECOND)
-        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+        mask = exists[:, None] & (number < WIDTH.dim)[None, :]
         return Pieces(first, tl.load(at + number[None, :], mask=mask, other=0))
     else:
         return Pieces(first, None)
@@ -138,23 +138,23 @@ def load_at(ptr, row, exists, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_at(value, ptr, row, exists, WIDTH: tl.constexpr):
-    """Round heads and store them, each from its `row` on, int64 [R], of which the caller says what it is a multiple
-    of."""
+    """Round heads and store them, each from its `row` on, int64 [R]. As in `load_at`, the caller gives the alignment
+    hint for `row`."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
     at = ptr + row[:, None]
     number = tl.arange(0, FIRST)
-    mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+    mask = exists[:, None] & (number < WIDTH.dim)[None, :]
     tl.store(at + number[None, :], rounded(value.first, ptr), mask=mask)
     if SECOND:
         number = FIRST + tl.arange(0, SECOND)
-        mask = exists[:, None] & (number < WIDTH.numbers)[None, :]
+        mask = exists[:, None] & (number < WIDTH.dim)[None, :]
         tl.store(at + number[None, :], rounded(value.second, ptr), mask=mask)
 
 
 @triton.jit
 def rounded(value, ptr):
-    """Rounded to the dtype that a pointer points to."""
+    """Round a value to the dtype that a pointer points to."""
     return value.to(ptr.dtype.element_ty)
 
 
@@ -171,13 +171,13 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total):
-    """total + a @ b, or a @ b if total is None."""
+    """Return total + a @ b, or a @ b if total is None."""
     if a.dtype == tl.float32:
         return tl.dot(a, b, total, input_precision="ieee")
     elif a.dtype == tl.int8:
         return tl.dot(a, b, total, out_dtype=tl.int32)
     elif a.dtype.is_fp8():
-        # sm_90 keeps 14 bits of the sums of 8-bit products, unless it adds them up elsewhere; a piece is one such sum.
+        # sm_90 keeps only 14 bits in sums of 8-bit products: move them to fp32 after each piece.
         return tl.dot(a, b, total, max_num_imprecise_acc=a.shape[1] if a.shape[1] < 128 else 128)
     else:
         return tl.dot(a, b, total)
@@ -185,7 +185,7 @@ def dot(a, b, total):
 
 @triton.jit
 def across(a, b):
-    """a @ b^T over all numbers of heads: [R, numbers] and [C, numbers] -> [R, C]."""
+    """Return a @ b^T over both pieces: [R, dim] and [C, dim] -> [R, C]."""
     total = dot(a.first, tl.trans(b.first), None)
     if a.second is not None:
         total = dot(a.second, tl.trans(b.second), total)
@@ -194,14 +194,14 @@ def across(a, b):
 
 @triton.jit
 def add_product(total, weights, rows):
-    """total + weights @ rows: [R, C] and [C, numbers] -> [R, numbers]."""
+    """Return total + weights @ rows: [R, C] and [C, dim] -> [R, dim]."""
     if weights.dtype.is_fp8():
-        # Matrix units of sm_89 and sm_90 keep 14 bits of sums of 8-bit products: no more than C are left to them.
+        # Matrix units of sm_89 and sm_90 keep 14 bits in sums of 8-bit products: let them add at most C products.
         if total.second is not None:
-            more = Pieces(dot(weights, rows.first, None), dot(weights, rows.second, None))
+            product = Pieces(dot(weights, rows.first, None), dot(weights, rows.second, None))
         else:
-            more = Pieces(dot(weights, rows.first, None), None)
-        return plus(total, more)
+            product = Pieces(dot(weights, rows.first, None), None)
+        return plus(total, product)
     else:
         first = dot(weights, rows.first, total.first)
         if total.second is not None:
@@ -211,17 +211,17 @@ def add_product(total, weights, rows):
 
 
 @triton.jit
-def plus(one, other):
-    """The sum of two tiles of heads."""
-    if one.second is not None:
-        return Pieces(one.first + other.first, one.second + other.second)
+def plus(a, b):
+    """Add two tiles of heads."""
+    if a.second is not None:
+        return Pieces(a.first + b.first, a.second + b.second)
     else:
-        return Pieces(one.first + other.first, None)
+        return Pieces(a.first + b.first, None)
 
 
 @triton.jit
 def times(value, factor):
-    """Each row times its factor, [R] or a number."""
+    """Multiply a tile by a factor, [R, 1] or a scalar."""
     if value.second is not None:
         return Pieces(value.first * factor, value.second * factor)
     else:
@@ -230,15 +230,15 @@ def times(value, factor):
 
 @triton.jit
 def times_columns(value, ptr, WIDTH: tl.constexpr):
-    """Each column times its factor, fp32 [numbers]."""
+    """Multiply each column by its factor, fp32 [dim]."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
     number = tl.arange(0, FIRST)
-    first = value.first * tl.load(ptr + number, mask=number < WIDTH.numbers, other=0.0)[None, :]
+    first = value.first * tl.load(ptr + number, mask=number < WIDTH.dim, other=0.0)[None, :]
     if SECOND:
         number = FIRST + tl.arange(0, SECOND)
-        more = tl.load(ptr + number, mask=number < WIDTH.numbers, other=0.0)
-        return Pieces(first, value.second * more[None, :])
+        second_scale = tl.load(ptr + number, mask=number < WIDTH.dim, other=0.0)
+        return Pieces(first, value.second * second_scale[None, :])
     else:
         return Pieces(first, None)
 
@@ -248,7 +248,7 @@ def times_columns(value, ptr, WIDTH: tl.constexpr):
 
 @triton.jit
 def capped(products, scores, CAPPED: tl.constexpr):
-    """(what is multiplied by `_factor` to give scores in base 2, the slope of the cap)."""
+    """Return (capped products, slope of the cap); `factor_of` converts the former to scores in base 2."""
     if CAPPED:
         t = tanh(products * (scores.scale / scores.softcap))
         return t, 1.0 - t * t

@@ -1,4 +1,4 @@
-"""The definition of attention and of its gradients, in plain PyTorch."""
+"""Reference of attention and its gradients, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from .arguments import (
 
 
 class Span(NamedTuple):
-    """A sequence: its place in tensors [batch, tokens, heads, numbers], and in those of numbers of each query."""
+    """Location of a sequence in tensors [batch, tokens, heads, dim] and in per-query statistics."""
 
     batch: int
     q: slice
     k: slice
-    sound: bool  # its starts and its length are in range; otherwise its results are NaN
+    sound: bool  # starts and length are in range; otherwise its results are NaN
 
 
 def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
-    """The sequences of heads [batch, tokens, heads, numbers]."""
-    number = len(query) if packed.q_starts is None else len(packed.q_starts) - 1
+    """Yield the sequences of heads [batch, tokens, heads, dim]."""
+    count = len(query) if packed.q_starts is None else len(packed.q_starts) - 1
     used = None if packed.kv_lengths is None else packed.kv_lengths.tolist()
     if packed.q_starts is None or packed.k_starts is None:
-        spans = [Span(i, slice(0, query.shape[1]), slice(0, key.shape[1]), True) for i in range(number)]
+        spans = [Span(i, slice(0, query.shape[1]), slice(0, key.shape[1]), True) for i in range(count)]
     else:
-        bounds = zip(_packed(packed.q_starts, query), _packed(packed.k_starts, key), strict=True)
+        bounds = zip(
+            _packed_slices(packed.q_starts, query), _packed_slices(packed.k_starts, key), strict=True
+        )
         spans = [Span(0, q, k, q_sound and k_sound) for (q, q_sound), (k, k_sound) in bounds]
     for i, span in enumerate(spans):
         if used is not None and span.sound:
@@ -52,15 +54,15 @@ def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
         yield span
 
 
-def _packed(starts: Tensor, x: Tensor) -> list[tuple[slice, bool]]:
-    """Where packed sequences lie among the tokens of x [1, tokens, heads, numbers], and whether their starts are in
-    range."""
-    given, read = starts.tolist(), starts_as_read(starts, x.shape[1]).tolist()
-    return [(slice(*read[i : i + 2]), read[i : i + 2] == given[i : i + 2]) for i in range(len(given) - 1)]
+def _packed_slices(starts: Tensor, x: Tensor) -> list[tuple[slice, bool]]:
+    """Return the slice of each packed sequence in the tokens of x [1, tokens, heads, dim], and whether its starts are
+    in range."""
+    raw, clamped = starts.tolist(), starts_as_read(starts, x.shape[1]).tolist()
+    return [(slice(*clamped[i : i + 2]), clamped[i : i + 2] == raw[i : i + 2]) for i in range(len(raw) - 1)]
 
 
 def visible(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
-    """bool [q, k]: which keys a query sees."""
+    """Return which keys each query sees, bool [q, k]."""
     own = torch.arange(q, device=device)[:, None] + (k - q) * mask.lower_right
     key = torch.arange(k, device=device)[None, :]
     seen = torch.ones(q, k, dtype=torch.bool, device=device)
@@ -72,16 +74,16 @@ def visible(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """What one sequence's queries and keys come to: [heads, queries, keys] and [heads, queries]."""
+    """Scores and weights of one sequence, [heads, queries, keys], and its lse, [heads, queries]."""
 
     scores: Tensor  # minus infinity where a key is not seen
-    slope: Tensor | None  # of the cap
+    slope: Tensor | None  # derivative of the softcap
     p: Tensor
     lse: Tensor
 
 
 def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, mask: Mask, scale: float, softcap: float) -> Weights:
-    """From heads [queries, heads, numbers] and [keys, heads, numbers], as many of both."""
+    """Compute scores and weights of q [queries, heads, dim] and k [keys, heads, dim]."""
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     slope = None
     if softcap:
@@ -95,48 +97,48 @@ def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, mask: Mask, scale: floa
     return Weights(s, slope, p, lse)
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Heads of keys, each as often as heads of queries share it."""
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key head for the query heads that share it."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _decoded(x: Tensor, scale: Tensor | None, layout: str, dtype: torch.dtype) -> Tensor:
+def _dequantized(x: Tensor, scale: Tensor | None, layout: str, dtype: torch.dtype) -> Tensor:
     x = canonical(x, layout).to(dtype)
     return x if scale is None else x * canonical(scale[..., None], layout).to(dtype)
 
 
-def _through_codes(value: Tensor) -> Tensor:
-    """Values [keys, heads, numbers] as their codes in e4m3 stand for them: a scale for each number of a head."""
+def _fake_quantized_values(value: Tensor) -> Tensor:
+    """Quantize values [keys, heads, dim] to e4m3, one scale per element of a head, and dequantize them."""
     rows = value.flatten(1).t()
     copy = quantize_copy(rows.float(), E4M3)
     return (copy.data.to(value.dtype) * copy.scale.view(-1, 1).to(value.dtype)).t().view(value.shape)
 
 
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
-    """The definition."""
+    """Compute attention, sequence by sequence."""
     dtype = compute_dtype(a.query)
-    q, k = (_decoded(*heads, a.layout, dtype) for heads in coded_heads(a))
+    q, k = (_dequantized(*heads, a.layout, dtype) for heads in coded_heads(a))
     v = canonical(a.value, a.layout).to(dtype)
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros(batch, tokens, heads, v.shape[-1])
     lse = q.new_full((batch, heads, tokens), -math.inf)
-    largest = q.new_full((heads,), -math.inf)
+    max_score = q.new_full((heads,), -math.inf)
     for span in _spans(a.packed, q, k):
-        own = v[span.batch, span.k]
+        values = v[span.batch, span.k]
         if a.values is not None:
             queries = span.q.stop - span.q.start
-            seen = visible(queries, len(own), a.mask, own.device).any(0)[:, None, None]
-            own = _through_codes(torch.where(seen, own, 0.0))
-        key, value = (_repeated(x, heads) for x in (k[span.batch, span.k], own))
-        w = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
-        found = torch.einsum("hqk,khd->qhd", w.p, value)
-        # A sink that is NaN reaches queries that see no key, too.
-        out[span.batch, span.q] = torch.where(w.lse.isnan().t()[..., None], math.nan, found)
-        lse[span.batch, :, span.q] = w.lse
-        if w.scores.numel():
-            largest = torch.maximum(largest, w.scores.amax((1, 2)))
+            seen = visible(queries, len(values), a.mask, values.device).any(0)[:, None, None]
+            values = _fake_quantized_values(torch.where(seen, values, 0.0))
+        key, value = (_per_query_head(x, heads) for x in (k[span.batch, span.k], values))
+        weights = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
+        pv = torch.einsum("hqk,khd->qhd", weights.p, value)
+        # A NaN sink also reaches queries that see no key.
+        out[span.batch, span.q] = torch.where(weights.lse.isnan().t()[..., None], math.nan, pv)
+        lse[span.batch, :, span.q] = weights.lse
+        if weights.scores.numel():
+            max_score = torch.maximum(max_score, weights.scores.amax((1, 2)))
         if not span.sound:
-            out[span.batch, span.q] = lse[span.batch, :, span.q] = largest[...] = math.nan
+            out[span.batch, span.q] = lse[span.batch, :, span.q] = max_score[...] = math.nan
     if a.layout == "thd":
         lse = lse[0]
     shape = result_shape(a)
@@ -147,16 +149,16 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
     else:
         flat = y.reshape(-1, shape[-1]).to(a.result.dtype)
         result = result_reference(a.result, flat, shape, a.query, input_dtype=a.result.dtype)
-    return AttentionOutputs(result, lse, largest if a.return_max else None)
+    return AttentionOutputs(result, lse, max_score if a.return_max else None)
 
 
 def memory_layout(layout: str) -> str:
-    """The layout in which a result lies in memory: the heads of a token follow each other."""
+    """Return the layout of a result in memory, where the heads of a token are adjacent."""
     return "bshd" if layout == "bhsd" else layout
 
 
 def result_shape(a: AttentionArgs) -> tuple[int, ...]:
-    """The shape in which a result lies in memory; of a quantised one, with the heads of a token in one row."""
+    """Return the shape of a result in memory; a quantized one has all heads of a token in one row."""
     *lead, heads, _ = a.query.shape
     if a.layout == "bhsd":
         lead[1], heads = heads, lead[1]
@@ -165,7 +167,7 @@ def result_shape(a: AttentionArgs) -> tuple[int, ...]:
 
 
 def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients:
-    """The gradients."""
+    """Compute the gradients of attention, sequence by sequence."""
     dtype = compute_dtype(a.query)
     q, k, v = (canonical(x, a.layout).to(dtype) for x in (a.query, a.key, a.value))
     y, dy = (canonical(x, memory_layout(a.layout)).to(dtype) for x in (a.y, a.dy))
@@ -173,36 +175,41 @@ def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     dsinks = q.new_zeros(heads)
     for span in _spans(a.packed, q, k):
-        query, (key, value) = q[span.batch, span.q], (_repeated(x[span.batch, span.k], heads) for x in (k, v))
+        query, (key, value) = (
+            q[span.batch, span.q],
+            (_per_query_head(x[span.batch, span.k], heads) for x in (k, v)),
+        )
         dout = dy[span.batch, span.q]
-        w = _weights(query, key, a.sinks, a.mask, a.scale, a.softcap)
+        weights = _weights(query, key, a.sinks, a.mask, a.scale, a.softcap)
         delta = (dout * y[span.batch, span.q]).sum(-1).t()  # [heads, queries]
         if a.dlse is not None:
             dlse = a.dlse[None] if a.layout == "thd" else a.dlse
             delta = delta - dlse[span.batch, :, span.q].to(dtype)
-        ds = w.p * (torch.einsum("qhd,khd->hqk", dout, value) - delta[..., None])
-        if w.slope is not None:
-            ds = ds * w.slope
+        ds = weights.p * (torch.einsum("qhd,khd->hqk", dout, value) - delta[..., None])
+        if weights.slope is not None:
+            ds = ds * weights.slope
         dq[span.batch, span.q] = torch.einsum("hqk,khd->qhd", ds, key) * a.scale
-        for into, made in (
+        for into, per_query_head in (
             (dk, torch.einsum("hqk,qhd->khd", ds, query) * a.scale),
-            (dv, torch.einsum("hqk,qhd->khd", w.p, dout)),
+            (dv, torch.einsum("hqk,qhd->khd", weights.p, dout)),
         ):
-            into[span.batch, span.k] = made.unflatten(1, (k.shape[2], -1)).sum(2)
+            into[span.batch, span.k] = per_query_head.unflatten(1, (k.shape[2], -1)).sum(2)
         if a.sinks is not None:
             sink = a.sinks.to(dtype)[:, None]
-            share = torch.where(w.lse == sink, 1.0, torch.exp(sink - w.lse))
-            dsinks -= torch.where((sink != -math.inf) & (w.lse != -math.inf), share * delta, 0.0).sum(-1)
+            share = torch.where(weights.lse == sink, 1.0, torch.exp(sink - weights.lse))
+            dsinks -= torch.where((sink != -math.inf) & (weights.lse != -math.inf), share * delta, 0.0).sum(
+                -1
+            )
         if not span.sound:
             dq[span.batch, span.q] = dk[span.batch, span.k] = dv[span.batch, span.k] = math.nan
             if query.numel() and a.sinks is not None:
                 dsinks[a.sinks != -math.inf] = math.nan
-    found = [
+    grads = [
         laid_out(grad, a.layout).to(like.dtype) for grad, like in ((dq, a.query), (dk, a.key), (dv, a.value))
     ]
     return AttentionGradients(
-        found[0] if a.needs.query else None,
-        found[1] if a.needs.key else None,
-        found[2] if a.needs.key else None,
+        grads[0] if a.needs.query else None,
+        grads[1] if a.needs.key else None,
+        grads[2] if a.needs.key else None,
         dsinks.to(a.sinks.dtype) if a.needs.sinks and a.sinks is not None else None,
     )

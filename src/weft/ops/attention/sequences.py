@@ -1,8 +1,8 @@
 """Device functions that find a program's sequence and the keys that its queries see.
 
-Starts and lengths may hold any integers. Kernels read starts as their running maximum, clamped to the tokens that
-exist, and clamp lengths to the keys of their sequence, so that no address leaves a tensor. A sequence whose starts had
-to be changed, or whose length exceeds its keys, is unsound: its results and gradients are NaN.
+Starts and lengths may hold any integers. Kernels replace starts by their running maximum, clamped to the number of
+tokens, and clamp lengths to the keys of their sequence, so that no address leaves a tensor. A sequence whose starts
+change this way, or whose length exceeds its keys, is unsound: its results and gradients are NaN.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ CHUNK = tl.constexpr(128)  # starts that a program loads at a time
 
 
 class Lengths(NamedTuple):
-    """How long sequences are. Packed ones follow each other: sequence s begins at token starts[s]."""
+    """Lengths of sequences. Packed sequences follow each other: sequence s begins at token starts[s]."""
 
     q_starts: Tensor | None  # [number + 1], or None: each sequence has q queries and k keys
     k_starts: Tensor | None
-    kv_lengths: Tensor | None  # [number]: how many of its keys each sequence uses, or None: all of them
+    kv_lengths: Tensor | None  # [number]: keys that each sequence uses, or None: all of them
     number: int  # of sequences
-    q: int  # queries of a sequence; of all of them if they are packed
+    q: int  # queries of a sequence; of all sequences if packed
     k: int
 
 
 class Band(NamedTuple):
-    """Which keys a query sees: from `left` before its own to `right` after it."""
+    """Band of keys that a query sees, from `left` before its own to `right` after it."""
 
     left: int
     right: int
-    lower: int  # 1: the last query's own key is the last one; 0: the first query's own key is the first one
+    lower: int  # 1: the last query is aligned with the last key; 0: the first query with the first key
 
 
 class Sequence(NamedTuple):
-    """A sequence, where it lies, and a tile of its queries or keys."""
+    """Sequence, its location, and a tile of its queries or keys."""
 
     number: Any  # int64
-    batch: Any  # the same in tensors that are not packed; else 0
-    q_start: Any  # int64, of packed tensors
+    batch: Any  # equal to number in unpacked tensors; 0 in packed ones
+    q_start: Any  # int64, first token in packed tensors
     k_start: Any
-    q: Any  # how many queries there are, int32
+    q: Any  # number of queries, int32
     k: Any
-    first: Any  # of the tile, counted in the sequence, int32
-    exist: Any  # rows of the tile that are in the tensor
-    offset: Any  # the own key of query i is i + offset
-    sound: Any  # its starts and its length are in range
+    first: Any  # first row of the tile, counted in the sequence, int32
+    exist: Any  # number of tile rows inside the tensor
+    offset: Any  # query i's own key is i + offset
+    sound: Any  # starts and length are in range
 
 
 # ---- packed sequences -----------------------------------------------------------------------------------
@@ -60,19 +60,19 @@ def _clamped(start, tokens):
 
 @triton.jit
 def _count(begin, end, tokens):
-    """How many tokens there are from `begin`, which is in range, to `end`, which may be anything."""
+    """Count the tokens from `begin`, which is in range, to `end`, which may be any integer."""
     return tl.minimum(tl.maximum(_clamped(end, tokens) - begin, 0), tokens - begin)
 
 
 @triton.jit
 def _span(number, starts, tokens):
-    """Return (first token, number of tokens, whether the starts say so) of packed sequence `number`."""
+    """Return (first token, number of tokens, whether the starts were in range) of packed sequence `number`."""
     begin = number * 0
     for first in range(0, number.to(tl.int32) + 1, CHUNK):
         index = first + tl.arange(0, CHUNK)
         start = tl.load(starts + index, mask=index <= number, other=0)
         begin = tl.maximum(begin, tl.max(_clamped(start, tokens), axis=0))
-    begin = _clamped(begin, tokens)  # as it is already, which a proof does not see through the loop
+    begin = _clamped(begin, tokens)  # no effect; the prover cannot see the bound through the loop
     start, end = tl.load(starts + number), tl.load(starts + number + 1)
     count = _count(begin, end, tokens)
     return begin, count, (start == begin) & (end == begin + count)
@@ -80,15 +80,15 @@ def _span(number, starts, tokens):
 
 @triton.jit
 def _tile_span(tile, starts, sequences, tokens, ROWS: tl.constexpr):
-    """Return (sequence, its first token, its number of tokens, whether the starts say so, first row of the tile, number
-    of its rows) of a tile of ROWS packed tokens.
+    """Return (sequence, its first token, its number of tokens, whether the starts were in range, first row of the tile,
+    number of its rows) of a tile of ROWS packed tokens.
 
-    Tiles begin with sequences. Two groups of tokens belong to none: group 0 lies before the first sequence, which is
-    group 1, and the last group after the last sequence. The first tile of group g has the number start_g // ROWS + g:
-    cdiv(tokens, ROWS) + sequences + 1 tiles cover all tokens. A number without a tile has no rows.
+    Tiles start at sequence starts. Two groups of tokens belong to no sequence: group 0 before the first sequence, which
+    is group 1, and the last group, after the last sequence. The first tile of group g is tile start_g // ROWS + g, so
+    cdiv(tokens, ROWS) + sequences + 1 tiles cover all tokens. Tile numbers between groups have no rows.
     """
     last = sequences + 1
-    following = tl.minimum(tile, last) + 1  # the first group whose tiles all come later
+    following = tl.minimum(tile, last) + 1  # first group that starts after this tile
     begin = tile * 0
     for first in range(0, last, CHUNK):
         group = first + 1 + tl.arange(0, CHUNK)
@@ -97,7 +97,7 @@ def _tile_span(tile, starts, sequences, tokens, ROWS: tl.constexpr):
         later = tl.maximum(group, tile - start // ROWS + 1)
         following = tl.minimum(following, tl.min(tl.where(exists, later, last + 1), axis=0))
         begin = tl.maximum(begin, tl.max(tl.where(exists & (group < following), start, 0), axis=0))
-    begin, group = _clamped(begin, tokens), _clamped(following - 1, last)  # as they are already
+    begin, group = _clamped(begin, tokens), _clamped(following - 1, last)  # no effect; for the prover
     start = tl.load(starts + group - 1, mask=group > 0, other=0)
     end = tl.load(starts + group, mask=group < last, other=0)
     count = tl.where(group < last, _count(begin, end, tokens), tokens - begin)
@@ -108,7 +108,7 @@ def _tile_span(tile, starts, sequences, tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def _used(number, keys, lengths):
-    """Return (how many of its keys a sequence uses, whether it has as many), for `keys` in int64."""
+    """Return (number of keys that a sequence uses, whether it has that many), for `keys` in int64."""
     if lengths.kv_lengths is None:
         return keys.to(tl.int32), number == number
     else:
@@ -118,7 +118,7 @@ def _used(number, keys, lengths):
 
 @triton.jit
 def sequence_of(number, lengths, band):
-    """Return sequence `number`, with a tile of all its queries."""
+    """Return sequence `number` with one tile of all its queries."""
     if lengths.q_starts is None:
         batch, q_start, k_start, sound = number, number * 0, number * 0, number == number
         q, keys = q_start + lengths.q, k_start + lengths.k
@@ -134,7 +134,7 @@ def sequence_of(number, lengths, band):
 
 @triton.jit
 def sequence_at(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the sequence of a tile of queries, or of keys. `rest` is its number if nothing is packed."""
+    """Return the sequence of a tile of queries or keys. `rest` is its number if nothing is packed."""
     starts = lengths.k_starts if OF_KEYS else lengths.q_starts
     size = lengths.k if OF_KEYS else lengths.q
     if starts is None:
@@ -145,28 +145,28 @@ def sequence_at(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.const
         first = (tile * ROWS).to(tl.int32)
         exist = tl.minimum(size.to(tl.int32) - first, ROWS)
         sound = number == number
-        known = sound
+        in_sequence = sound
     else:
         number, begin, count, sound, row, exist = _tile_span(
             tile.to(tl.int64), starts, lengths.number, size, ROWS
         )
-        # Tokens before the first sequence and after the last belong to none: they have no queries and no keys.
-        known = (number >= 0) & (number < lengths.number)
+        # Tokens before the first sequence and after the last form an empty sequence.
+        in_sequence = (number >= 0) & (number < lengths.number)
         number = tl.minimum(tl.maximum(number, 0), lengths.number - 1)
         batch = number * 0
         if OF_KEYS:
-            q_start, q, others_sound = _span(number, lengths.q_starts, lengths.q)
+            q_start, q, other_sound = _span(number, lengths.q_starts, lengths.q)
             k_start, keys = begin, count
         else:
             q_start, q = begin, count
-            k_start, keys, others_sound = _span(number, lengths.k_starts, lengths.k)
-        sound &= others_sound
-        q, keys = tl.where(known, q, 0), tl.where(known, keys, 0)
+            k_start, keys, other_sound = _span(number, lengths.k_starts, lengths.k)
+        sound &= other_sound
+        q, keys = tl.where(in_sequence, q, 0), tl.where(in_sequence, keys, 0)
         first = (row - begin).to(tl.int32)
         exist = exist.to(tl.int32)
     k, enough = _used(number, keys, lengths)
     q = q.to(tl.int32)
-    sound = (sound & enough) | (known == 0)
+    sound = (sound & enough) | (in_sequence == 0)
     return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower, sound)
 
 
@@ -179,12 +179,12 @@ def or_nan(x, sequence, lengths):
         return tl.where(sequence.sound, x, float("nan"))
 
 
-# ---- who sees whom --------------------------------------------------------------------------------------
+# ---- visibility -----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def sees(query, key, sequence, band, BANDED: tl.constexpr):
-    """Which queries see which keys; both are counted in their sequence, and broadcast against each other."""
+    """Return which queries see which keys; both are indices in their sequence and broadcast against each other."""
     seen = key < sequence.k
     if BANDED:
         own = query + sequence.offset
@@ -194,10 +194,10 @@ def sees(query, key, sequence, band, BANDED: tl.constexpr):
 
 @triton.jit
 def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
-    """(first key that any query of a tile of `rows` sees, the key after the last; first key from which on all queries
-    see keys, the key after the last that all of them see)."""
+    """Return (begin, end, all_begin, all_end) for a tile of `rows` queries: some query sees keys in [begin, end) only,
+    and every query sees all keys in [all_begin, all_end)."""
     if BANDED:
-        first = sequence.first + sequence.offset  # the own key of the first query
+        first = sequence.first + sequence.offset  # own key of the first query
         last = tl.minimum(sequence.first + rows, sequence.q) - 1 + sequence.offset
         begin = tl.maximum(first - band.left, 0)
         end = tl.minimum(last + band.right + 1, sequence.k)
@@ -208,9 +208,9 @@ def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
 
 @triton.jit
 def queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
-    """The same for the queries that see keys of a tile."""
+    """Return (begin, end, all_begin, all_end) of the queries that see keys of a tile, as `keys_seen` does."""
     if BANDED:
-        first = sequence.first - sequence.offset  # the query whose own key is the first of the tile
+        first = sequence.first - sequence.offset  # query whose own key is the first of the tile
         last = tl.minimum(sequence.first + ROWS, sequence.k) - 1 - sequence.offset
         begin = tl.maximum(first - band.right, 0)
         end = tl.minimum(last + band.left + 1, sequence.q)

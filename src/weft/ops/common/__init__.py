@@ -1,1 +1,1 @@
-"""What several families of ops share."""
+"""Code shared by several families of ops."""

@@ -1,4 +1,4 @@
-"""The definition of the activations in plain PyTorch; kernels use those of `tiles.activations`."""
+"""Reference activations in plain PyTorch; kernels use those of `tiles.activations`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
 
 def activation_reference(a: Tensor, act: str, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(f(a), f'(a)): gelu is computed in fp64, the others with the same order of operations as in the kernels."""
+    """Return (f(a), f'(a)), gelu in fp64 and the others in the order of operations of the kernels."""
     if act in ("silu", "sigmoid"):
         s = torch.sigmoid(alpha * a)
         if act == "silu":
             return a * s, s * (1.0 + alpha * a * (1.0 - s))
         return s, alpha * s * torch.sigmoid(-alpha * a)
     if act == "gelu":
-        # In fp32 the rounding of erfc's argument alone would be an error of 1e-5 at a = -13.
+        # In fp32, rounding erfc's argument alone would cause an error of 1e-5 at a = -13.
         wide = a.double()
         cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * wide)
         slope = cdf + wide * torch.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)

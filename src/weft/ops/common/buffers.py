@@ -1,4 +1,4 @@
-"""Modules whose buffers are no weights."""
+"""Modules with buffers that must keep their dtype."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class KeepsBufferDtypes(torch.nn.Module):
-    """A module whose own buffers keep their dtype: `Module.to` and its kin move them to another device, as they move
-    parameters, but another dtype is meant for parameters alone."""
+    """A module whose own buffers keep their dtype: `Module.to` and related methods move them to another device but
+    change the dtype of parameters only."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = dict(self._buffers)

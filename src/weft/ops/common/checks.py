@@ -1,8 +1,8 @@
-"""Checks of arguments. A valid argument costs a few comparisons; only for an invalid one it is worked out what is wrong
-with it and what to do.
+"""Argument checks. A valid argument costs a few comparisons; only an invalid one pays for working out what is wrong and
+what to do.
 
-An argument that has to be a tensor is never made from something else (a list, a number, a NumPy array, a module): that
-would copy to the device in every call, and wait for it.
+Tensor arguments are never converted from something else (a list, a number, a NumPy array, a module): that would copy to
+the device in every call, and wait for it.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked_once(function: F) -> F:
-    """Decorate a function that checks plain values and makes an object of them, so that it runs once for each set of
-    values. torch.compile cannot trace a cache, so it traces the function itself."""
-    known = remembered(function, typed=True)
+    """Cache a function that checks plain values and builds an object from them, so that it runs once per set of values.
+    torch.compile cannot trace a cache, so it traces the function itself."""
+    cached = remembered(function, typed=True)
 
     @functools.wraps(function)
     def call(*options: Any) -> Any:
-        return function(*options) if torch.compiler.is_compiling() else known(*options)
+        return function(*options) if torch.compiler.is_compiling() else cached(*options)
 
     return call  # type: ignore[return-value]
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """`isinstance(value, Tensor)`, made fast for parameters as well."""
+    """Return `isinstance(value, Tensor)`, with a fast path for parameters."""
     kind = type(value)
     return kind is Tensor or kind is Parameter or isinstance(value, Tensor)
 
 
 def check_tensors(names: str, *values: object) -> None:
     """Raise an error unless all values are tensors. `names` are their names, in the same order."""
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not is_tensor(value):
-            raise no_tensor(names.split()[place], value)
+            raise no_tensor(names.split()[index], value)
 
 
 def check_input(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
-    """Check the input whose shape and device the other tensors follow: its dtype, and that it has a dimension."""
+    """Check the dtype and rank of the input that sets shape and device for the other tensors."""
     if not is_tensor(x) or x.layout is not torch.strided:
         raise no_tensor(name, x)
     if x.dtype not in dtypes:
         raise ValueError(f"{name} must be {_words(dtypes)}; got {x.dtype}")
     if x.dim() == 0:
-        raise ValueError(f"{name} must have at least one dimension; got a tensor with none, one number")
+        raise ValueError(f"{name} must have at least one dimension; got a scalar")
 
 
 def check_tensor(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...],
     note: str = "",
 ) -> None:  # fmt: skip
-    """Raise an error unless `value` is a tensor of one of `dtypes`, on `device`, and of one of `shapes` if any are
-    given. `note` tells what to do about something that is not a tensor."""
+    """Raise an error unless `value` is a tensor of one of `dtypes`, on `device`, and of one of `shapes` if there are
+    any. `note` says what to do about a value that is not a tensor."""
     if not is_tensor(value) or value.layout is not torch.strided:
         raise no_tensor(name, value, note)
     if value.dtype not in dtypes:
@@ -83,50 +83,50 @@ def check_tensor(
 
 
 def _has_one_of(x: Tensor, shapes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether x has one of these shapes, compared size by size: traced by torch.compile, `in` finds no size that may
-    vary equal to a number."""
+    """Return whether x has one of these shapes. Compares size by size, since under torch.compile `in` finds no dynamic
+    size equal to a number."""
     return any(
-        x.dim() == len(shape) and all(mine == its for mine, its in zip(x.shape, shape, strict=True))
+        x.dim() == len(shape) and all(actual == size for actual, size in zip(x.shape, shape, strict=True))
         for shape in shapes
     )
 
 
 def dtypes_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes that a tensor may have beside one of this dtype, with which it is added or multiplied. bf16, fp16 and
-    fp32 go together; float64 is for references, which take all of their inputs in it."""
+    """Return the dtypes that an op can combine with this one. bf16, fp16 and fp32 mix freely; float64 is for
+    references, which take all of their inputs in it."""
     return FLOATS[3:] if dtype is torch.float64 else FLOATS[:3]
 
 
 def no_tensor(name: str, value: Any, note: str = "") -> TypeError:
-    """The error for an argument that has to be a dense tensor and is not."""
+    """Return the error for an argument that is not a dense tensor."""
     kind = type(value).__name__
     if is_tensor(value):
-        nested = "as a tensor with pads" if value.is_nested else "as .to_dense() gives it"
-        return TypeError(f"{name} must be a dense tensor; got one in {value.layout}. Give it {nested}")
+        advice = "Pass a tensor with pads" if value.is_nested else "Pass its .to_dense()"
+        return TypeError(f"{name} must be a dense tensor; got one in {value.layout}. {advice}")
     if isinstance(value, Module):
-        held = "its .weight" if isinstance(getattr(value, "weight", None), Tensor) else "one of its tensors"
-        found, note = f"the module {kind}", f"Give {held}"
+        member = "its .weight" if isinstance(getattr(value, "weight", None), Tensor) else "one of its tensors"
+        actual, note = f"the module {kind}", f"Pass {member}"
     elif value is None:
-        found = "None"
+        actual = "None"
     elif isinstance(value, (bool, int, float, str)):
-        found = f"the {kind} {value!r}"
+        actual = f"the {kind} {value!r}"
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        found, note = f"a {kind}", f"Give one of its tensors: .{', .'.join(value._fields)}"
+        actual, note = f"a {kind}", f"Pass one of its tensors: .{', .'.join(value._fields)}"
     elif isinstance(value, (list, tuple)):
-        found = f"a {kind}"
-        note = note or "Make a tensor of it once: torch.tensor(..., device=...)"
+        actual = f"a {kind}"
+        note = note or "Convert it to a tensor once: torch.tensor(..., device=...)"
     elif kind == "ndarray":
-        found, note = "a NumPy array", "Make a tensor of it: torch.from_numpy(...)"
+        actual, note = "a NumPy array", "Convert it to a tensor: torch.from_numpy(...)"
     else:
-        found = f"a {kind}"
-    return TypeError(f"{name} must be a tensor; got {found}{note and f'. {note}'}")
+        actual = f"a {kind}"
+    return TypeError(f"{name} must be a tensor; got {actual}{note and f'. {note}'}")
 
 
-def check_apart(
+def check_disjoint(
     written: list[tuple[str, Tensor]], read: list[tuple[str, Tensor]], in_place: tuple[str, ...] = ()
 ) -> None:
-    """Raise an error if memory that a call writes is also read by it, or written twice. An argument named in `in_place`
-    may be the very tensor that is written."""
+    """Raise an error if a call writes memory that it also reads, or writes twice. An argument named in `in_place` may
+    be the same tensor as an output."""
     for i, (name, out) in enumerate(written):
         for other, tensor in [*read, *written[i + 1 :]]:
             if not _share_memory(out, tensor):
@@ -135,13 +135,13 @@ def check_apart(
             if not (same and tensor.is_contiguous() and other in in_place):
                 raise ValueError(
                     f"{name} shares memory with {other}, which the call uses while it writes {name}: give {name} "
-                    "memory of its own"
+                    "its own memory"
                 )
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors overlap in memory; tensors without memory of their own do not. A compiled call, which
-    computes before it writes, is asked for the same tensor alone."""
+    """Return whether two tensors overlap in memory; tensors without storage never do. A compiled call computes before
+    it writes, so only identical tensors count."""
     if torch.compiler.is_compiling():
         return x is y
     if type(x) not in (Tensor, Parameter) or type(y) not in (Tensor, Parameter) or x.device != y.device:
@@ -156,31 +156,33 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
-def unexpected(function: Callable[..., Any], given: Iterable[str], name: str = "") -> TypeError:
-    """Return the error for the first of the given keywords that a function does not take. It names the function, by its
-    own name or by another one, and the keyword that was meant, if one is near."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    wrong = next(keyword for keyword in given if keyword not in known)
-    near = difflib.get_close_matches(wrong, known, n=1)
-    meant = f". Did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
-    return TypeError(f"{name or function.__name__}() got an unexpected keyword argument {wrong!r}{meant}")
+def unexpected(function: Callable[..., Any], keywords: Iterable[str], name: str = "") -> TypeError:
+    """Return the error for the first keyword that a function does not take. It names the function (or `name`), and the
+    closest keyword, if one is near."""
+    accepted = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    wrong = next(keyword for keyword in keywords if keyword not in accepted)
+    near = difflib.get_close_matches(wrong, accepted, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else f"; it takes {', '.join(accepted)}"
+    return TypeError(f"{name or function.__name__}() got an unexpected keyword argument {wrong!r}{hint}")
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> None:
     """Raise an error unless `out_dtype` is None or a dtype that a plain result can have."""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ValueError(
-            f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. Codes come from quantize="
+            f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. Use quantize= for codes"
         )
 
 
 def epsilon(eps: float | None, x: Tensor) -> float:
-    """The eps of an RMSNorm of x. None means, as for `torch.nn.RMSNorm`, the machine epsilon of the dtype."""
+    """Return the eps of an RMSNorm of x; None means the machine epsilon of the dtype, as in `torch.nn.RMSNorm`."""
     return torch.finfo(compute_dtype(x)).eps if eps is None else nonnegative("eps", eps)
 
 
 def nonnegative(name: str, value: float) -> float:
-    """`value` as a float, checked to be finite and not below 0."""
+    """Return `value` as a float, checked to be finite and at least 0."""
     value = real(name, value)
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be at least 0 and finite; got {value}")
@@ -188,7 +190,7 @@ def nonnegative(name: str, value: float) -> float:
 
 
 def real(name: str, value: float) -> float:
-    """`value` as a float. A tensor is refused, since reading it would wait for the device."""
+    """Return `value` as a float. Tensors are rejected, since reading one would wait for the device."""
     if type(value) is not float:
         if not isinstance(value, Real):
             raise TypeError(f"{name} must be a number; got {_kind(value)}")
@@ -198,18 +200,18 @@ def real(name: str, value: float) -> float:
     return value
 
 
-def whole(name: str, value: int, least: int | None = None) -> int:
-    """`value`, checked to be an integer and not below `least`."""
+def whole(name: str, value: int, minimum: int | None = None) -> int:
+    """Return `value`, checked to be an integer and at least `minimum`."""
     if type(value) is not int and not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer; got {_kind(value)}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}; got {value}")
     return value
 
 
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
-        return "a tensor: a number on the host is wanted, as .item() gives it"
+        return "a tensor. Pass a Python number, such as its .item()"
     if value is None:
         return "None"
     return f"the {type(value).__name__} {value!r}"

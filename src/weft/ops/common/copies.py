@@ -1,4 +1,4 @@
-"""How an op writes a quantised result: the stores that fill its copies from a tile. `quant.copies` has their layout."""
+"""Stores that fill the copies of a quantized result from a tile. `quant.copies` defines their layout."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .rows import STRIPE, scan_config
 
 
 def count_stripes(rows: int, cols: int) -> int:
-    """How many stripes of 128 rows there are. Offsets within a stripe have 32 bits, which limits `cols`."""
+    """Return the number of stripes of 128 rows. Raises if `cols` is too large for 32-bit offsets within a stripe."""
     if cols >= 2**24:
         raise ValueError(
-            f"rows of 2**24 elements or more have no column-wise copy and no square blocks; got {cols}"
+            f"rows of 2**24 elements or more have no column-wise copy and no square blocks; got {cols} elements"
         )
     return -(-rows // STRIPE)
 
 
 class StripeConfig(NamedTuple):
-    """How stripes are cut: `tile` columns at a time."""
+    """Tiling of stripes: `tile` columns at a time."""
 
     tile: int
     num_warps: int
@@ -50,11 +50,11 @@ class StripeConfig(NamedTuple):
 
 @choice("stripes", tile=(32, 256), num_warps=(1, 16))
 def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> StripeConfig:
-    """For a kernel ("quantize", "permute", "norm" or "gated_norm") and formats with this block. `align` is what columns
-    and strides are multiples of."""
+    """Choose the tiling for a kernel ("quantize", "permute", "norm" or "gated_norm") and a format's block. `align`
+    divides the columns and strides."""
     if target.is_cpu:
         return StripeConfig(128, 4)
-    # 16 numbers for each thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
+    # 16 elements per thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
     # compiled for sm_90 with 16 warps, in a norm, 1x128 takes 108 registers, 128x128 64, and nvfp4 88.
     tile = 128 if block in ("row", "1x128", "128x128") else 64
     if target.backend == "hip":
@@ -66,12 +66,12 @@ def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> 
     if kernel == "gated_norm" and align == 1:
         few = False
     if kernel == "permute" and block == "1x128" and target.target == "sm_89":
-        few = True  # with 16 a thread has 128 registers, a few too few for integer codes
+        few = True  # 16 warps leave 128 registers per thread, not quite enough to encode by integers
     return StripeConfig(tile, 8 if few else 16)
 
 
 def cast_mode(capabilities: Capabilities) -> int:
-    """How kernels for this target encode FP8; see `tiles.numbers`."""
+    """Return how kernels encode FP8 on this target; see `tiles.numbers`."""
     mode = (
         INTEGER if not capabilities.fp8_cast else CONVERT if capabilities.fp8_saturates else CONVERT_CLAMPED
     )
@@ -80,46 +80,46 @@ def cast_mode(capabilities: Capabilities) -> int:
 
 # ---- structs of kernels ---------------------------------------------------------------------------------
 
-# Members in capitals are constants. They stay so only where a struct is made in the call that takes it: a variable
-# would hold numbers of the device in their place.
+# Members in capitals are constants. They remain constant only if the struct is built in the call that takes it; stored
+# in a variable, they become device scalars.
 
 
 class StridedCodes(NamedTuple):
-    """A copy: codes and scales, and where they lie. One that is not wanted has None for `data`."""
+    """Codes and scales of a copy, with their strides. `data` is None if the copy is not wanted."""
 
     data: Tensor | None
     scale: Tensor | None
-    stride: int  # from row to row of the codes
+    stride: int  # of the rows of the codes
     scale_row_stride: int
     scale_col_stride: int
 
 
 class Encoding(NamedTuple):
-    """How numbers become codes."""
+    """Encoding of elements as codes."""
 
-    given: Any  # the amax of the tensor, or with STATIC its scale; not read by formats that need neither
-    INPUT_MAX: Any  # the largest number of the dtype that is quantised
+    scale_source: Any  # amax of the tensor, or with STATIC its scale; unused by formats with neither
+    INPUT_MAX: Any  # largest finite value of the quantized dtype
     FORMAT: Any
-    CAST: Any  # as `cast_mode` says
+    CAST: Any  # from `cast_mode`
     STATIC: Any
 
 
 class Tile(NamedTuple):
-    """Where a tile lies in a tensor [rows, cols]."""
+    """Position of a tile in a tensor [rows, cols]."""
 
     row: Any  # int64 [R]
     start: Any  # first column
     rows: Any
     cols: Any
-    ALIGN: Any  # cols and row strides are multiples of it
+    ALIGN: Any  # divides cols and the row strides
     ROWS_MASKED: Any  # some rows of the tile may lie past the last row
     COLS_MASKED: Any
 
 
 class Stripe(NamedTuple):
-    """Where a tile lies whose rows are those of a stripe."""
+    """Position of a tile that is as tall as a stripe."""
 
-    number: Any  # of the stripe, int64
+    number: Any  # index of the stripe, int64
     start: Any
     rows: Any
     cols: Any
@@ -128,16 +128,16 @@ class Stripe(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Where squares that share a scale lie in a tensor [rows, cols]."""
+    """Position of the square blocks of a tile in a tensor [rows, cols]."""
 
-    down: Any  # number of the first of them, from the top
-    across: Any  # and from the left
+    down: Any  # index of the first square from the top
+    across: Any  # index of the first square from the left
     rows: Any
     cols: Any
 
 
 def copy_arguments(copy: quant.Codes | None) -> StridedCodes:
-    """A copy as kernels take it."""
+    """Return a copy as kernel arguments."""
     if copy is None:
         return NO_CODES
     data, stride = copy.data, copy.data.stride(0)
@@ -154,17 +154,17 @@ NO_CODES = StridedCodes(None, None, 0, 0, 0)
 
 @triton.jit
 def tensor_factor(encoding):
-    """The factor of a tensor with one scale: from the given scale with STATIC, else from the tensor's amax."""
+    """Return the factor of a tensor with one scale, from the stored scale with STATIC, else from the amax."""
     if encoding.STATIC:
-        return given_scale(encoding.given, encoding.FORMAT)
+        return given_scale(encoding.scale_source, encoding.FORMAT)
     else:
-        _, factor = fp32_scale(encoding.given, encoding.INPUT_MAX, encoding.FORMAT)
+        _, factor = fp32_scale(encoding.scale_source, encoding.INPUT_MAX, encoding.FORMAT)
         return factor
 
 
 @triton.jit
 def from_row(copy, first):
-    """The row-wise copy from row `first` on. `first` is int64, and the caller knows it to be a multiple of 16."""
+    """Return the row-wise copy from row `first` on. `first` is int64 and known to be a multiple of 16."""
     if copy.data is None:
         return copy
     else:
@@ -181,11 +181,11 @@ def from_row(copy, first):
 def store_rows(y, copy, tile, encoding, random=None):
     """Store the row-wise copy of a tile, for formats whose groups lie within the tile.
 
-    y is fp32 [R, C], zero where there is no element; `random` uint32 [R, C] to round stochastically.
+    y is fp32 [R, C], zero where there is no element; `random`, uint32 [R, C], rounds stochastically.
     """
     G: tl.constexpr = encoding.FORMAT.group
     codes, scale = quantize_rows(
-        y, random, encoding.given, encoding.INPUT_MAX, encoding.FORMAT, encoding.CAST
+        y, random, encoding.scale_source, encoding.INPUT_MAX, encoding.FORMAT, encoding.CAST
     )
     store_codes(codes, copy, tile, encoding.FORMAT)
     group = tile.start // G + tl.arange(0, y.shape[1] // G)
@@ -198,7 +198,7 @@ def store_rows(y, copy, tile, encoding, random=None):
 
 @triton.jit
 def store_codes(codes, copy, tile, FORMAT: tl.constexpr):
-    """Store codes uint8 [R, C] to a tensor [rows, cols] of bytes; codes of four bits are packed two to a byte."""
+    """Store uint8 codes [R, C] to a byte tensor [rows, cols]; 4-bit codes are packed two to a byte."""
     PACKED: tl.constexpr = FORMAT.packed
     ALIGN: tl.constexpr = tile.ALIGN // PACKED if tile.ALIGN > 1 else 1  # in bytes
     if PACKED == 2:
@@ -220,14 +220,14 @@ def store_codes(codes, copy, tile, FORMAT: tl.constexpr):
 def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
     """Store both copies of a tile that is as tall as the longest group.
 
-    y is fp32 [STRIPE, C], zero where there is no element. `random` and `random_t` are uint32 [STRIPE, C] to round
-    the row-wise and the column-wise copy stochastically. Where they share their codes (squares, tensor), `random`
-    serves both.
+    y is fp32 [STRIPE, C], zero where there is no element. `random` and `random_t`, uint32 [STRIPE, C], round the
+    row-wise and the column-wise copy stochastically. Copies that share their codes (squares, tensor) both use
+    `random`.
     """
     FORMAT: tl.constexpr = encoding.FORMAT
     STRIPE: tl.constexpr = y.shape[0]
     C: tl.constexpr = y.shape[1]
-    # Rows are counted from the first of the stripe, so that 32-bit offsets do: they take half the registers.
+    # Rows are counted from the first row of the stripe, so that 32-bit offsets suffice: they take half the registers.
     row = tl.arange(0, STRIPE)
     first = stripe.number * STRIPE
     left = (stripe.rows - first).to(tl.int32)
@@ -237,14 +237,14 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
             codes = round_to(scaled(y, tensor_factor(encoding), FORMAT), random, FORMAT, encoding.CAST)
         else:
             codes, scale = quantize_squares(
-                y, random, encoding.given, encoding.INPUT_MAX, FORMAT, encoding.CAST
+                y, random, encoding.scale_source, encoding.INPUT_MAX, FORMAT, encoding.CAST
             )
             down, across = stripe.number * (STRIPE // FORMAT.square), stripe.start // FORMAT.square
             if copy.data is not None:
                 store_squares(scale, copy, Squares(down, across, stripe.rows, stripe.cols), FORMAT)
             if copy_t.data is not None:
-                turned = Squares(across, down, stripe.cols, stripe.rows)
-                store_squares(tl.trans(scale), copy_t, turned, FORMAT)
+                transposed = Squares(across, down, stripe.cols, stripe.rows)
+                store_squares(tl.trans(scale), copy_t, transposed, FORMAT)
         if copy.data is not None:
             store_codes(
                 codes,
@@ -265,7 +265,7 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
             )
         if copy_t.data is not None:
             codes, scale = quantize_columns(
-                y, random_t, encoding.given, encoding.INPUT_MAX, FORMAT, encoding.CAST
+                y, random_t, encoding.scale_source, encoding.INPUT_MAX, FORMAT, encoding.CAST
             )
             store_transposed(codes, copy_t, stripe, FORMAT)
             G: tl.constexpr = FORMAT.group
@@ -279,8 +279,8 @@ def store_stripe(y, copy, copy_t, stripe, encoding, random=None, random_t=None):
 
 @triton.jit
 def store_squares(scale, copy, squares, FORMAT: tl.constexpr):
-    """Store the scales of squares, fp32 or uint8 [R, C]; each of them once for all of its square that the format
-    gives one scale: for its 128 rows, or for every single row."""
+    """Store the scales of squares, fp32 or uint8 [R, C]: each once per square, or once per row of it if the format
+    stores scales by row."""
     REPEATED: tl.constexpr = FORMAT.square // FORMAT.block_rows
     scale = repeat_rows(scale, REPEATED)
     row = squares.down.to(tl.int64) * REPEATED + tl.arange(0, scale.shape[0])
@@ -294,7 +294,7 @@ def store_squares(scale, copy, squares, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_transposed(codes, copy_t, stripe, FORMAT: tl.constexpr):
-    """Store codes [STRIPE, C] of a stripe to the column-wise copy, whose rows are padded to 16 bytes."""
+    """Store the codes [STRIPE, C] of a stripe to the column-wise copy, whose rows are padded to 16 bytes."""
     STRIPE: tl.constexpr = codes.shape[0]
     PACKED: tl.constexpr = FORMAT.packed
     codes = tl.trans(codes)  # [C, STRIPE]
@@ -315,7 +315,7 @@ def store_transposed(codes, copy_t, stripe, FORMAT: tl.constexpr):
 
 @kernel
 def _tensor_scale_kernel(
-    partial_ptr,  # fp32 [count]: amax of parts of the tensor
+    partial_ptr,  # fp32 [count]: amax of each part of the tensor
     amax_ptr,  # scalar, or None
     scale_ptr,  # scalar of the row-wise copy, or None
     scale_t_ptr,  # scalar of the column-wise copy, or None
@@ -324,7 +324,7 @@ def _tensor_scale_kernel(
     FORMAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the tensor's amax from that of its parts, and from it the tensor's scale: d, or nvfp4's g."""
+    """Reduce the amax of the parts to the tensor's amax, and derive the tensor's scale: d, or nvfp4's g."""
     largest = tl.zeros((TILE,), tl.float32)
     for start in range(0, count, TILE):
         part = start + tl.arange(0, TILE)
@@ -351,7 +351,7 @@ def reduce_amax(
     amax: Tensor | None = None,
     scales: Sequence[Tensor] = (),
 ) -> None:
-    """Launch the kernel that makes the amax of a tensor from that of its parts, and its scale in up to two places."""
+    """Launch the reduction of partial amax values to the tensor's, and store its scale in up to two tensors."""
     first, second = [*scales, None, None][:2]
     tile, num_warps = scan_config("amax", capabilities_of(partials.device))
     launch = Launch.of(

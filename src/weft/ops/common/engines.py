@@ -1,5 +1,5 @@
-"""What products and attention share of engines, Weft's own kernels or those of other libraries: a record of which one
-computed, and the refusal of one that lacks something."""
+"""Engines of products and attention, Weft's kernels or another library's: recording which one ran, and rejecting a
+requested one that cannot."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ def record_engines() -> Iterator[list[Any]]:
 
 
 def is_recorded() -> bool:
-    """Whether somebody wants to know."""
+    """Return whether any `record_engines` block is active."""
     return bool(_recorded)
 
 
 def note_engine(used: Any) -> None:
-    """Tell those who record."""
+    """Add an entry to every active record."""
     for record in _recorded:
         record.append(used)
 
 
-def insist(engine: str, known: tuple[str, ...], speaks_against: Callable[[], str | None]) -> None:
-    """Raise an error unless an engine is known and, where a call insists on that of a library, can compute it."""
-    if engine not in known:
-        names = ", ".join(map(repr, known[:-1]))
-        raise ValueError(f"engine must be {names} or {known[-1]!r}; got {engine!r}")
+def require_engine(
+    engine: str, engines: tuple[str, ...], unsupported_reason: Callable[[], str | None]
+) -> None:
+    """Raise an error unless `engine` is one of `engines` and, if it is a library's, can compute the call."""
+    if engine not in engines:
+        names = ", ".join(map(repr, engines[:-1]))
+        raise ValueError(f"engine must be {names} or {engines[-1]!r}; got {engine!r}")
     if engine not in ("auto", "weft"):
-        # The compiler cannot look inside a QTensor: what speaks against its codes shows when the graph runs.
-        missing = speaks_against()
+        # The compiler cannot look inside a QTensor: unsupported codes are only found when the graph runs.
+        missing = unsupported_reason()
         if missing is not None:
             raise ValueError(f"engine={engine!r} lacks {missing}: leave out engine=, or take 'weft'")

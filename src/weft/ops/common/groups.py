@@ -1,13 +1,13 @@
-"""Rows in groups, one group for each expert, whose places are known on the device only.
+"""Groups of rows, one per expert, whose bounds are known only on the device.
 
 `ends` [groups], int32 or int64 and never decreasing, says where the rows of each group end. A group begins where the
 one before it ends, rounded up to a multiple of `align`. The rows between groups and after the last one are padding.
-With align 1 these are the offsets of `torch.nn.functional.grouped_mm`, with a larger one DeepGEMM's.
+With align=1 these are the offsets of `torch.nn.functional.grouped_mm`, with a larger align those of DeepGEMM.
 
     group e: rows start_e <= r < ends[e]        start_0 = 0        start_e = ceil(ends[e - 1] / align) * align
 
-A block of 128 rows (in column-wise copies) never has rows of two groups. If `align` is a multiple of 128, blocks lie
-where they would without groups. Otherwise the blocks of a group begin at its first row, and the first of them has the
+In column-wise copies a block of 128 rows never has rows of two groups. If `align` is a multiple of 128, blocks lie
+where they would without groups. Otherwise the blocks of a group start at its first row, and the first of them has the
 number start_e // 128 + e. That leaves at most one number unused between groups, and no number reaches `count_slots`.
 """
 
@@ -26,36 +26,36 @@ from .rows import STRIPE
 
 
 class Groups(NamedTuple):
-    """The groups of an op's rows. Without groups `ends` is None."""
+    """Groups of an op's rows; `ends` is None without groups."""
 
     ends: Tensor | None  # [groups]
     align: int
 
-    def begin_anew(self) -> bool:
-        """Whether blocks of rows begin at the first row of every group, and not where they would without groups."""
+    def blocks_restart(self) -> bool:
+        """Return whether blocks of rows start at the first row of each group instead of at multiples of 128."""
         return self.ends is not None and self.align % STRIPE != 0
 
     def have_slots(self, format: Format, columnwise: bool) -> bool:
-        """Whether a column-wise copy in this format has blocks that begin with groups: its scales then have
-        `count_slots` places."""
-        return columnwise and format.group != 0 and self.begin_anew()
+        """Return whether the blocks of a column-wise copy in this format restart at each group: its scales then take
+        `count_slots` slots."""
+        return columnwise and format.group != 0 and self.blocks_restart()
 
 
 NO_GROUPS = Groups(None, 1)
 
 
 def count_slots(rows: int, groups: int) -> int:
-    """An upper bound of the numbers of blocks that begin with groups."""
+    """Return an upper bound of the block numbers when blocks restart at each group."""
     return -(-rows // STRIPE) + groups
 
 
 def empty_slots(format: Format, rows: int, cols: int, ends: Tensor) -> Tensor:
-    """Room for the scales of a column-wise copy whose blocks begin with groups."""
+    """Allocate the scales of a column-wise copy whose blocks restart at each group."""
     return scale_room(format, cols, count_slots(rows, ends.numel()) * STRIPE).allocate(ends.device)
 
 
 def clear_slots(scale: Tensor) -> None:
-    """Set all scales to zero: those of blocks without rows stay so, since no kernel writes them."""
+    """Zero all scales, since no kernel writes those of blocks without rows."""
     (scale if scale.element_size() > 1 else scale.view(torch.uint8)).zero_()
 
 
@@ -63,22 +63,22 @@ def clear_slots(scale: Tensor) -> None:
 
 
 def real_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
-    """bool [rows]: True for rows that belong to a group, False for padding."""
+    """Return bool [rows]: True for rows that belong to a group, False for padding."""
     row = torch.arange(rows, device=ends.device)
     ends = ends.long()
-    known = torch.cat([ends.new_zeros(1), ends])
+    bounds = torch.cat([ends.new_zeros(1), ends])
     passed = group_of_reference(ends, rows)
-    start = (known[passed] + align - 1) // align * align
+    start = (bounds[passed] + align - 1) // align * align
     return (row >= start) & (passed < ends.numel())
 
 
 def group_of_reference(ends: Tensor, rows: int) -> Tensor:
-    """int64 [rows]: the group of each row that is no padding; of other rows one of them, or the number of groups."""
+    """Return the group of each row, int64 [rows]; a row of padding gets any group, or the number of groups."""
     return torch.searchsorted(ends.long(), torch.arange(rows, device=ends.device), right=True)
 
 
 def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
-    """int64 [rows]: the place of each row in a tensor in which blocks are laid out by their numbers."""
+    """Return the position of each row, int64 [rows], in a tensor whose blocks are ordered by number."""
     row = torch.arange(rows, device=ends.device)
     starts = torch.cat([ends.new_zeros(1), ends]).long()
     starts = ((starts + align - 1) // align * align).clamp(max=rows)
@@ -88,17 +88,17 @@ def slot_rows_reference(ends: Tensor, rows: int, align: int) -> Tensor:
 
 
 def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Codes, **options: Any) -> Codes:
-    """The column-wise copy of y [M, K] whose blocks begin with groups. `plain` is the copy whose blocks do not, and
-    `options` are those of `quantize_copies`."""
+    """Return the column-wise copy of y [M, K] with blocks that restart at each group. `plain` is the copy whose blocks
+    do not, and `options` go to `quantize_copies`."""
     assert groups.ends is not None
     rows, cols = y.shape
     slot = slot_rows_reference(groups.ends, rows, groups.align)
     spread = y.new_zeros(count_slots(rows, groups.ends.numel()) * STRIPE, cols)
     used = torch.zeros(len(spread), dtype=torch.bool, device=y.device)
     spread[slot], used[slot] = y, True
-    _, found = quantize_copies(spread, format, rowwise=False, columnwise=True, **options)
-    assert found is not None
-    codes = found.data.view(torch.uint8)
+    _, copy = quantize_copies(spread, format, rowwise=False, columnwise=True, **options)
+    assert copy is not None
+    codes = copy.data.view(torch.uint8)
     if format.packed == 2:
         codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
     codes = codes[:, slot]
@@ -107,26 +107,26 @@ def slots_reference(y: Tensor, format: Format, groups: Groups, plain: Codes, **o
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     plain.data.view(torch.uint8).copy_(codes)
     # Blocks without rows have the scale zero.
-    scale, empty = found.scale, ~used.view(-1, format.group).any(1)
+    scale, empty = copy.scale, ~used.view(-1, format.group).any(1)
     (scale if scale.element_size() > 1 else scale.view(torch.uint8))[:, empty] = 0
     return plain._replace(scale=scale)
 
 
 def group_spans(ends: Tensor, rows: int, align: int) -> Iterator[tuple[int, int, int]]:
-    """(group, first row, row after the last) of each group that has rows. It waits for the device."""
+    """Yield (group, first row, row after the last) for each group that has rows. Waits for the device."""
     begin = 0
-    for group, given in enumerate(ends.tolist()):
-        end = min(given, rows)
+    for group, group_end in enumerate(ends.tolist()):
+        end = min(group_end, rows)
         if end > begin:
             yield group, begin, end
-        begin = -(-given // align) * align
+        begin = -(-group_end // align) * align
 
 
 # ---- kernels --------------------------------------------------------------------------------------------
 
 
 class GroupEnds(NamedTuple):
-    """Groups as kernels take them. Without groups `ends` is None."""
+    """Groups as kernel arguments; `ends` is None without groups."""
 
     ends: Tensor | None  # [number]
     number: int

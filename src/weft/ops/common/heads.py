@@ -1,4 +1,4 @@
-"""Where heads lie: how a packed projection is cut into them, and the layouts of tensors of heads."""
+"""Layouts of heads: how a packed projection is split into heads, and tensors of heads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .checks import whole
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 Packing = Literal["flat", "groups"]
 
-# For each layout, where its dimensions are in (batch, sequence, heads, numbers).
+# For each layout, the positions of (batch, sequence, heads, elements).
 LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (0, 0, 1, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How a packed projection is cut into heads. A module makes it once.
+    """Split of a packed projection into heads. A module creates it once.
 
     - `q`, `kv`: the number of query heads, and of heads of k and v (by default as many as q). q is a multiple of kv:
       q / kv query heads share one head of k and v.
-    - `dim`: how many numbers a head has; `v_dim`: how many a value head has, if that is another number.
-    - `packing`: "flat" is [all q | all k | all v]; "groups" is one [q q q q k v] for each key head, as Megatron has it.
+    - `dim`: elements of a head; `v_dim`: elements of a value head, if different.
+    - `packing`: "flat" is [all q | all k | all v]; "groups" is one [q q q q k v] per key head, as in Megatron.
     - `gate`: every query head is followed by a gate of its size (Qwen3-Next).
 
     >>> import weft
@@ -52,45 +52,45 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Columns of the packed projection."""
+        """Number of columns of the packed projection."""
         return self.q * self.dim * (1 + self.gate) + self.kv * (self.dim + self.v_dim)
 
 
 class Cut(NamedTuple):
-    """How the input of an op is cut into heads, and where the heads lie before and after."""
+    """Split of an op's input into heads, and the layouts before and after."""
 
     q: int
     kv: int
     dim: int
     v_dim: int
-    packing: str  # "flat", "groups", or "apart": q, k and v are tensors of their own
+    packing: str  # "flat", "groups", or "apart": q, k and v are separate tensors
     gate: bool
     layout: str
     out_layout: str
 
     @property
     def q_dim(self) -> int:
-        """Numbers of a query head and its gate."""
+        """Elements of a query head and its gate."""
         return self.dim * (1 + self.gate)
 
     @property
     def width(self) -> int:
-        """Columns of the packed projection."""
+        """Number of columns of the packed projection."""
         return self.q * self.q_dim + self.kv * (self.dim + self.v_dim)
 
     @property
     def group(self) -> int:
-        """How many query heads follow each other at one stride."""
+        """Number of consecutive query heads at one stride."""
         return self.q // self.kv if self.packing == "groups" else self.q
 
     @property
     def group_stride(self) -> int:
-        """The stride from one group of a packed projection to the next; 0 if there is only one group."""
+        """Stride between the groups of a packed projection; 0 if there is only one group."""
         return self.group * self.q_dim + self.dim + self.v_dim if self.packing == "groups" else 0
 
 
 class Parts(NamedTuple):
-    """q, k, v and gate as views [batch, sequence, heads, numbers]; None for those that the input does not have."""
+    """Views of q, k, v and gate as [batch, sequence, heads, elements]; None for those that the input lacks."""
 
     q: Tensor
     k: Tensor | None
@@ -99,7 +99,7 @@ class Parts(NamedTuple):
 
 
 def split(x: Tensor, k: Tensor | None, v: Tensor | None, cut: Cut) -> Parts:
-    """The heads of an input; q of a packed one may be a copy."""
+    """Split an input into its heads; q of a packed input may be a copy."""
     x = canonical(x, cut.layout)
     if cut.packing == "apart":
         both = x
@@ -116,7 +116,7 @@ def split(x: Tensor, k: Tensor | None, v: Tensor | None, cut: Cut) -> Parts:
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
-    """x as a view [batch, sequence, heads, numbers], or [batch, sequence, columns] if it is packed."""
+    """View x as [batch, sequence, heads, elements], or as [batch, sequence, columns] if it is packed."""
     if layout == "thd":
         return x[None]
     if layout == "sbhd":
@@ -125,14 +125,14 @@ def canonical(x: Tensor, layout: str) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x [batch, sequence, heads, numbers] in the given layout, contiguous."""
+    """Return x [batch, sequence, heads, elements] in a layout, contiguous."""
     if layout == "thd":
         return x.reshape(-1, *x.shape[2:])
     return canonical(x, layout).contiguous()
 
 
 def sizes(x: Tensor, layout: str) -> tuple[int, int]:
-    """(batch, sequence) of a tensor in a layout."""
+    """Return (batch, sequence) of a tensor in a layout."""
     if layout == "thd":
         return 1, x.shape[0]
     batch, sequence = LAYOUTS[layout][:2]
@@ -148,14 +148,14 @@ def shape_of(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tupl
 
 
 def tokens_of(result: Tensor, layout: str, batch: int) -> int:
-    """The length of the sequences of a result, whose layout may be 'thd', in which batch and sequence are joined."""
+    """Return the sequence length of a result; its layout may be 'thd', which merges batch and sequence."""
     if layout == "thd":
         return result.shape[0] // max(batch, 1)
     return result.shape[LAYOUTS[layout][1]]
 
 
 def layout_of(x: Tensor, layout: str, dims: int) -> str:
-    """The layout of an input of `dims` dimensions; with one dimension less it is 'thd'."""
+    """Return the layout of an input of `dims` dimensions; one dimension less means 'thd'."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     if x.dim() == dims - 1:
@@ -168,7 +168,7 @@ def layout_of(x: Tensor, layout: str, dims: int) -> str:
 
 
 class Strides(NamedTuple):
-    """Where heads [batch, sequence, heads, numbers] begin, and their strides. The numbers of a head are neighbours."""
+    """Start and strides of heads [batch, sequence, heads, elements]. The elements of a head are contiguous."""
 
     start: int
     batch: int
@@ -177,8 +177,8 @@ class Strides(NamedTuple):
 
     @staticmethod
     def of(strides: tuple[int, ...] | None, layout: str, tokens: int) -> Strides:
-        """From the strides of a tensor of heads. `tokens` is the length of the sequences, which 'thd' strides do not
-        tell."""
+        """Build from the strides of a tensor of heads. `tokens` is the sequence length, which 'thd' strides do not
+        contain."""
         if strides is None:
             return NO_STRIDES
         if layout == "thd":
@@ -191,14 +191,14 @@ NO_STRIDES = Strides(0, 0, 0, 0)
 
 
 class Place(NamedTuple):
-    """Heads anywhere in memory."""
+    """Pointer to heads, with their strides."""
 
     ptr: Tensor | None
     at: Strides
 
 
 class PartStrides(NamedTuple):
-    """Where the heads of an input are, or those of its gradient. The gate of a query head follows it."""
+    """Strides of q, k and v of an input or of its gradient. The gate of a query head follows it."""
 
     q: Strides
     k: Strides
@@ -206,7 +206,7 @@ class PartStrides(NamedTuple):
 
     @staticmethod
     def of(strides: tuple[tuple[int, ...] | None, ...], cut: Cut) -> PartStrides:
-        """From the strides of x, k and v; k and v are None for a packed x."""
+        """Build from the strides of x, k and v; k and v are None for a packed x."""
         if strides[0] is None:
             return PartStrides(NO_STRIDES, NO_STRIDES, NO_STRIDES)
         if cut.packing == "apart":
@@ -228,12 +228,12 @@ def stride_of(x: Tensor | None) -> tuple[int, ...] | None:
     return None if x is None else x.stride()
 
 
-def with_neighbours(x: Tensor) -> Tensor:
-    """x, or a copy of its distinct numbers, in which the numbers of a head are neighbours."""
+def contiguous_heads(x: Tensor) -> Tensor:
+    """Return x, or a copy of its distinct elements in which the elements of each head are contiguous."""
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
-    once = x
+    distinct = x
     for dim, stride in enumerate(x.stride()[:-1]):
         if stride == 0 and x.shape[dim] > 1:
-            once = once.narrow(dim, 0, 1)
-    return once.contiguous().expand(x.shape)
+            distinct = distinct.narrow(dim, 0, 1)
+    return distinct.contiguous().expand(x.shape)

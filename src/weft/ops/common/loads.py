@@ -1,4 +1,4 @@
-"""How kernels read rows: offsets, masks, and loads that convert."""
+"""Device functions that read rows: offsets, masks, and converting loads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr, ALI
 
 @triton.jit
 def tile_mask(row, col, rows, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """Which elements of a tile exist: row [R] and col [C] -> [R, C], or None when all do."""
+    """Return the mask [R, C] of a tile's existing elements, from row [R] and col [C]; None if all exist."""
     return mask_of_rows(row < rows, col, cols, ROWS_MASKED, COLS_MASKED)
 
 
 @triton.jit
 def mask_of_rows(exist, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr):
-    """Which elements of a tile exist, like `tile_mask`, given which of its rows exist, bool [R]."""
+    """Return the mask of a tile as in `tile_mask`, from the mask of its rows, bool [R]."""
     if ROWS_MASKED and COLS_MASKED:
         return exist[:, None] & (col < cols)[None, :]
     elif ROWS_MASKED:
@@ -34,7 +34,7 @@ def mask_of_rows(exist, col, cols, ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.co
 
 @triton.jit
 def load_stored(ptr, mask):
-    """A tile as it is stored, zero where it does not exist."""
+    """Load a tile in its own dtype, zero where it is masked."""
     if mask is None:
         return tl.load(ptr)
     else:
@@ -43,20 +43,20 @@ def load_stored(ptr, mask):
 
 @triton.jit
 def load_tile(ptr, mask):
-    """A tile as fp32, zero where it does not exist."""
+    """Load a tile as fp32, zero where it is masked."""
     return load_stored(ptr, mask).to(tl.float32)
 
 
 @triton.jit
 def round_to_dtype(value, ptr):
-    """fp32 numbers, rounded to the dtype that ptr points to."""
+    """Round fp32 values to the dtype that ptr points to; return fp32."""
     return value.to(ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def round_promoted(value, ptr, other_ptr):
-    """fp32 numbers, rounded to the dtype to which PyTorch promotes the two that are pointed to: two different ones to
-    fp32. The second pointer may be None."""
+    """Round fp32 values to the dtype to which PyTorch promotes those of the two pointers; return fp32. Two different
+    dtypes promote to fp32. `other_ptr` may be None."""
     if other_ptr is None or other_ptr.dtype.element_ty == ptr.dtype.element_ty:
         return round_to_dtype(value, ptr)
     else:
@@ -65,7 +65,7 @@ def round_promoted(value, ptr, other_ptr):
 
 @triton.jit
 def load_vector(ptr, col, cols, COLS_MASKED: tl.constexpr):
-    """A piece of a vector of length cols as a row [1, C], in fp32."""
+    """Load the elements `col` of a vector of length cols as a row [1, C] in fp32."""
     if COLS_MASKED:
         return tl.load(ptr + col[None, :], mask=(col < cols)[None, :], other=0.0).to(tl.float32)
     else:

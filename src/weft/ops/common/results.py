@@ -1,9 +1,8 @@
-"""A result that may be quantised: the arguments it takes, room for it, its definition, the passes that make it, and
-what the caller gets.
+"""Results that may be quantized: their options, allocation, reference and conversion to what the caller gets.
 
-An op whose result may be quantised has a `ResultOptions` among its arguments and a `Result` among its outputs. Its
-launch describes two passes, over rows and over stripes of 128 rows, and `make_copies` runs them in the order that the
-format takes.
+An op whose result may be quantized has a `ResultOptions` among its arguments and a `Result` among its outputs. Its
+launch defines two passes, over rows and over stripes of 128 rows, and `make_copies` runs them in the order that the
+format needs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
 from ...runtime import Op, Present
-from .checks import FLOATS, check_apart, check_out_dtype, check_tensor, checked_once
+from .checks import FLOATS, check_disjoint, check_out_dtype, check_tensor, checked_once
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
 
@@ -32,71 +31,71 @@ Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 
 
 class ResultOptions(NamedTuple):
-    """How a result is stored."""
+    """Storage options of a result."""
 
-    dtype: torch.dtype  # of a plain result, or the dtype that a quantised one states
-    format: str | None  # of a quantised result; None for a plain one
+    dtype: torch.dtype  # of a plain result, or the nominal dtype of a quantized one
+    format: str | None  # of a quantized result; None for a plain one
     rowwise: bool
     columnwise: bool
-    scale: Tensor | None  # the caller's scale, for a format with one scale for the tensor
+    scale: Tensor | None  # the caller's scale, for a format with one scale per tensor
     return_amax: bool
-    return_plain: bool = False  # give the plain result as well as the quantised one
+    return_plain: bool = False  # return the plain result besides the quantized one
 
     def present(self) -> Present:
-        """Which parts of the result are not None."""
+        """Return which fields of the `Result` are not None."""
         if self.format is None:
             return _ONLY_Y
         f = Format.of(self.format)
         row, col = self.rowwise, self.columnwise
-        by_tensor, apart = f.stored.block == "nvfp4", f.hadamard is not None
-        last, last_t = by_tensor and (row or not apart), apart and col
+        by_tensor, rotated = f.stored.block == "nvfp4", f.hadamard is not None
+        last, last_t = by_tensor and (row or not rotated), rotated and col
         return True, row, row, col, col, last, self.return_amax, last_t
 
     def blocks(self) -> tuple[dict[str, str], int]:
-        """(whole, block) for `Sharding`: why rows of the result cannot be sharded, if they cannot, and the rows of a
-        block."""
+        """Return (reasons, block) for `Sharding`: the reason, if any, why rows of the result cannot be sharded, and the
+        rows of a block."""
         if self.format is None:
             return {}, 1
         f = Format.of(self.format)
         if f.needs_tensor_amax and self.scale is None:
-            given = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
-            why = f"{self.format} has a scale that depends on the largest number of all ranks. {given}"
+            advice = "Give the scale (a delayed or static one), q" if f.block == "tensor" else "Q"
+            why = f"{self.format} has a scale that depends on the largest element of all ranks. {advice}"
         elif self.columnwise and not f.group and f.block != "tensor":
             why = f"a column-wise copy of {self.format} has one scale for a column of all ranks. Q"
         else:
             return {}, max(f.block_rows if self.rowwise else 1, f.group if self.columnwise else 1, 1)
-        return {"...": f"{why}uantise each rank's shard by itself with x.to_local()"}, 1
+        return {"...": f"{why}uantize each rank's shard by itself with x.to_local()"}, 1
 
 
 def plain_result(dtype: torch.dtype) -> ResultOptions:
-    """The options of a result that is not quantised."""
+    """Return the options of a result that is not quantized."""
     return ResultOptions(dtype, None, True, False, None, False)
 
 
 class Result(NamedTuple):
-    """A result: y, or its copies with a stand-in for y that autograd holds on to. With `return_plain`, y itself is
-    there in place of the stand-in, and its gradient is the sum of both results'."""
+    """A result: y, or its quantized copies with a stand-in for y that autograd tracks. With `return_plain`, y itself
+    takes the place of the stand-in, and its gradient is the sum of both results'."""
 
     y: Tensor
     data: Tensor | None = None  # codes and scales of the row-wise copy
     scale: Tensor | None = None
-    data_t: Tensor | None = None  # and of the column-wise one
+    data_t: Tensor | None = None  # of the column-wise copy
     scale_t: Tensor | None = None
-    global_scale: Tensor | None = None  # nvfp4's, one for the tensor
+    global_scale: Tensor | None = None  # of nvfp4, one per tensor
     amax: Tensor | None = None
-    global_scale_t: Tensor | None = None  # that of the column-wise copy, if one of the copies is rotated
+    global_scale_t: Tensor | None = None  # of the column-wise copy, if one of the copies is rotated
 
     @staticmethod
-    def of(y: Tensor, copies: Copies, amax: Tensor | None, apart: bool = False) -> Result:
-        """A result with these copies; `apart`: each has its own `global_scale`."""
+    def of(y: Tensor, copies: Copies, amax: Tensor | None, rotated: bool = False) -> Result:
+        """Return a result with these copies; `rotated`: each copy has its own `global_scale`."""
         data, scale, last, _ = copies[0] or PLAIN
         data_t, scale_t, last_t, _ = copies[1] or PLAIN
-        if not apart:
+        if not rotated:
             last, last_t = (last_t if copies[0] is None else last), None
         return Result(y, data, scale, data_t, scale_t, last, amax, last_t)
 
     def copies(self, spec: str | None) -> Copies:
-        """The row-wise and the column-wise copy of a result in the format `spec`; None for what it has not."""
+        """Return the row-wise and the column-wise copy in the format `spec`, or None for a missing one."""
         row = col = None
         if self.data is not None:
             row = Codes(self.data, self.scale, self.global_scale, spec)  # type: ignore[arg-type]
@@ -106,18 +105,18 @@ class Result(NamedTuple):
         return row, col
 
     def value(self, options: ResultOptions) -> Tensor:
-        """What the caller gets: a tensor, or a `QTensor`."""
+        """Return y, or a `QTensor` of the copies."""
         return self.y if options.format is None else self.quantized(options.format)
 
     def quantized(self, spec: str) -> QTensor:
-        """The result in this format."""
+        """Return the copies as a `QTensor` of this format."""
         return wrap(self.y, spec, *self.copies(spec))
 
 
 _ONLY_Y = (True, *[False] * 7)
 
 
-_WITH_QUANTIZE = "columnwise, quant_scale, return_amax and return_plain go with quantize=…"
+_WITH_QUANTIZE = "columnwise, quant_scale, return_amax and return_plain go with quantize=…; pass a format"
 
 
 def result_options(
@@ -132,8 +131,8 @@ def result_options(
     out_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
 ) -> ResultOptions:
-    """The options of the result of an op on x, checked. Whatever does not depend on tensors is checked only once.
-    `dtype` is that of the result where the caller gives none; x's by default."""
+    """Check and return the options of the result of an op on x. Combinations of plain values are checked only once.
+    `dtype` is the dtype of the result if the caller names none; x's by default."""
     options = _options(quantize, rowwise, columnwise, return_amax, return_plain, out_dtype, dtype or x.dtype)
     if quant_scale is None:
         return options
@@ -143,7 +142,7 @@ def result_options(
     block = Format.of(options.format).block
     if block != "tensor" or quant_scale.numel() != 1:
         raise ValueError(
-            f"quant_scale is one given scale, for block 'tensor'; got {quant_scale.numel()} for {block!r}"
+            f"quant_scale is a single scale, for block 'tensor'; got {quant_scale.numel()} for block {block!r}"
         )
     return options._replace(scale=quant_scale)
 
@@ -162,12 +161,12 @@ def _options(
     check_copies(rowwise, columnwise)
     if columnwise and format.block == "row":
         raise ValueError(
-            "block 'row' has one scale to a whole column in its column-wise copy, which one pass cannot make: "
-            "quantise the result with weft.quantize, or take 1x128"
+            "the column-wise copy of block 'row' has one scale per whole column, which one pass cannot compute: "
+            "quantize the result with weft.quantize, or use 1x128"
         )
-    check_made_here(format)
+    check_fused_format(format)
     if out_dtype is not None and not return_plain:
-        raise ValueError("out_dtype is for a plain result; a quantised one has the dtype of x")
+        raise ValueError("out_dtype is for a plain result; a quantized one has the dtype of x: leave it out")
     check_out_dtype(out_dtype)
     return ResultOptions(
         out_dtype or dtype,
@@ -185,25 +184,25 @@ def check_copies(rowwise: bool, columnwise: bool) -> None:
         raise ValueError("rowwise=False needs columnwise=True: a QTensor has at least one copy")
 
 
-def check_made_here(format: Format) -> None:
-    """Complain about a format that `weft.quantize` alone makes."""
+def check_fused_format(format: Format) -> None:
+    """Raise an error for a format that only `weft.quantize` can produce."""
     if format.block == "nvfp4_16x16":
         raise ValueError(
-            "block 'nvfp4_16x16' is for weights, and weft.quantize alone makes it: take 'nvfp4' for a result"
+            "block 'nvfp4_16x16' is for weights, and only weft.quantize produces it: use 'nvfp4' for a result"
         )
     if format.hadamard is not None:
         raise ValueError(
-            f"weft.quantize alone rotates a copy: quantise the plain result with it, or take 'nvfp4'; got {format}"
+            f"only weft.quantize rotates a copy: quantize the plain result with it, or use 'nvfp4'; got {format}"
         )
 
 
-# ---- room and definition --------------------------------------------------------------------------------
+# ---- allocation and reference ---------------------------------------------------------------------------
 
 
 def allocate_result(
     options: ResultOptions, like: Tensor, shape: tuple[int, ...] | None = None, groups: Groups = NO_GROUPS
 ) -> Result:
-    """Room for a result of this shape, by default that of `like`, on its device."""
+    """Allocate a result of this shape, by default like's, on the device of `like`."""
     if options.format is None:
         if shape is None:
             return Result(empty_like(like, options.dtype))
@@ -233,17 +232,23 @@ def result_reference(
     groups: Groups = NO_GROUPS,
     input_dtype: torch.dtype = torch.float32,
 ) -> Result:
-    """The definition of a result of this shape, from y [M, K] that has not been rounded yet; x is the input of the op.
-    With groups, no block of a column-wise copy has rows of two. `input_dtype` is that of the numbers that are
-    quantised; a convention may look at its largest number."""
+    """Return the reference result of this shape from y [M, K], which is not rounded yet; x is the input of the op. With
+    groups, no block of a column-wise copy has rows of two. `input_dtype` is the dtype of the quantized elements; a
+    convention may use its largest value."""
     if options.format is None:
         return Result(y.to(options.dtype).view(shape))
     f = Format.of(options.format)
     amax = amax_reference(y) if f.needs_tensor_amax or options.return_amax else None
-    known: dict[str, Any] = {"tensor_amax": amax, "scale": options.scale, "input_dtype": input_dtype}
-    row, col = quantize_copies(y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **known)
+    copy_options: dict[str, Any] = {
+        "tensor_amax": amax,
+        "scale": options.scale,
+        "input_dtype": input_dtype,
+    }
+    row, col = quantize_copies(
+        y.float(), f, rowwise=options.rowwise, columnwise=options.columnwise, **copy_options
+    )
     if col is not None and groups.have_slots(f, True):
-        col = slots_reference(y.float(), f, groups, col, **known)
+        col = slots_reference(y.float(), f, groups, col, **copy_options)
     plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(x, shape, options.dtype)
     return Result.of(plain, (row, col), amax if options.return_amax else None)
 
@@ -259,10 +264,10 @@ def result_into(
     in_place: tuple[str, ...] = (),
     **others: Tensor | None,
 ) -> Outputs:
-    """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors given by
-    name. Returns the outputs. `in_place` names the arguments that the kernels read element by element before they write
-    that element: such a one may be the same tensor as an output. No other memory that is read may be written."""
-    options, room = a.result, cast(Any, op.allocate(a))
+    """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors passed by
+    name. Returns the outputs. `in_place` names the arguments whose elements the kernels read before they write the same
+    element: these may be the same tensor as an output. No other input may share memory with an output."""
+    options, expected = a.result, cast(Any, op.allocate(a))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
         raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
     result = Result(None)  # type: ignore[arg-type]
@@ -271,45 +276,50 @@ def result_into(
             raise ValueError(
                 f"out is a {out!r}; the result is plain: pass quantize={out.format.spec!r}, or a tensor"
             )
-        _check_room("out", out, room.result.y)
+        _check_output("out", out, expected.result.y)
         result = Result(out)
     elif out is not None:
-        result = _parts_of(out, options, room.result)
+        result = _result_from(out, options, expected.result)
     for name, tensor in others.items():
         if tensor is not None:
-            _check_room(f"{name}_out", tensor, getattr(room, name))
+            _check_output(f"{name}_out", tensor, getattr(expected, name))
     written = [("out", t) for t in result if t is not None]
     written += [(f"{name}_out", t) for name, t in others.items() if t is not None]
     read = zip(op.arguments.names, op.arguments.flatten(a), strict=True)
-    check_apart(written, [(name, t) for name, t in read if isinstance(t, Tensor)], in_place)
-    nothing: Any = op.outputs.build(*[None] * len(op.outputs.names))
-    return op.into(nothing._replace(result=result, **others), a)
+    check_disjoint(written, [(name, t) for name, t in read if isinstance(t, Tensor)], in_place)
+    empty: Any = op.outputs.build(*[None] * len(op.outputs.names))
+    return op.into(empty._replace(result=result, **others), a)
 
 
-def _check_room(name: str, out: Tensor, room: Tensor) -> None:
-    check_tensor(name, out, (room.dtype,), room.device, room.shape)
+def _check_output(name: str, out: Tensor, expected: Tensor) -> None:
+    check_tensor(name, out, (expected.dtype,), expected.device, expected.shape)
     if not out.is_contiguous():
         raise ValueError(f"{name} must be contiguous; its strides are {out.stride()}")
 
 
-def _parts_of(out: Tensor, options: ResultOptions, room: Result) -> Result:
-    """The copies of the caller's QTensor, checked to be of the kind that the op would make."""
+def _result_from(out: Tensor, options: ResultOptions, expected: Result) -> Result:
+    """Return the copies of the caller's QTensor as a result, checked to match the one that the op allocates."""
     if not isinstance(out, QTensor):
         raise ValueError(
-            f"out of a quantised result must be a QTensor, {options.format}; got {type(out).__name__}"
+            f"out of a quantized result must be a QTensor in {options.format}; got {type(out).__name__}"
         )
     copies = (out.rowwise if options.rowwise else None, out.columnwise if options.columnwise else None)
-    there = (copies[0] is not None) == options.rowwise and (copies[1] is not None) == options.columnwise
-    same = out.format.spec == options.format and out.shape == room.y.shape and out.device == room.y.device
-    if not (there and same):
+    has_copies = (copies[0] is not None) == options.rowwise and (copies[1] is not None) == options.columnwise
+    same = (
+        out.format.spec == options.format
+        and out.shape == expected.y.shape
+        and out.device == expected.y.device
+    )
+    if not (has_copies and same):
         raise ValueError(
-            f"out is a {out!r}; the result is {options.format} of shape {tuple(room.y.shape)} on {room.y.device}, with "
+            f"out is a {out!r}; the result is {options.format} of shape {tuple(expected.y.shape)} on "
+            f"{expected.y.device}, with "
             f"{' and '.join(['rowwise'] * options.rowwise + ['columnwise'] * options.columnwise)}"
         )
-    found = Result.of(room.y, copies, None)
-    for name, given, wanted in zip(Result._fields, found, room, strict=True):
-        if given is not None and wanted is not None and given.shape != wanted.shape:
+    result = Result.of(expected.y, copies, None)
+    for name, actual, wanted in zip(Result._fields, result, expected, strict=True):
+        if actual is not None and wanted is not None and actual.shape != wanted.shape:
             raise ValueError(
-                f"the {name} of out has the shape {tuple(given.shape)}; that of the result is {tuple(wanted.shape)}"
+                f"the {name} of out has the shape {tuple(actual.shape)}; it must be {tuple(wanted.shape)}"
             )
-    return found
+    return result

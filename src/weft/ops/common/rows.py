@@ -1,7 +1,7 @@
-"""How ops read tensors row by row: where the rows lie, and tiles of them.
+"""Row-by-row access to tensors: offsets of the rows, and tiles of them.
 
-A tensor of shape [..., K] is taken as rows of K numbers. If they do not lie at one stride (the heads of a slice of
-packed QKV) there are two: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride.
+A tensor [..., K] is read as rows of K elements. Rows without a single stride (the heads of a slice of packed QKV) have
+two strides: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from ...runtime import Capabilities, choice
 
-STRIPE = 128  # rows of a program that writes column-wise copies: the longest group along M
+STRIPE = 128  # rows per program when column-wise copies are written: the longest group along M
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a reference computes in: fp32, or fp64 for inputs in fp64, by which tests judge results."""
+    """Return the dtype that a reference computes in: fp32, or fp64 for fp64 inputs, which tests use as ground truth."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def count_rows(x: Tensor) -> int:
-    """Number of rows, also of rows without columns."""
+    """Return the number of rows, even if they have no columns."""
     return math.prod(x.shape[:-1])
 
 
 def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(rows, inner, outer_stride, inner_stride): x, or a copy if two strides cannot describe it, and where its rows
-    lie."""
+    """Return (rows, inner, outer_stride, inner_stride): x and the strides of its rows, or a contiguous copy if two
+    strides cannot describe x."""
     cols = x.shape[-1]
     if x.is_contiguous():
         return x, 1, cols, 0
@@ -51,7 +51,7 @@ def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """(x, stride): x or a copy of it, whose rows lie at one stride."""
+    """Return (x, row stride); x is copied if its rows have no single stride."""
     if x is None:
         return None, 0
     flat = flat_rows(x)
@@ -59,9 +59,9 @@ def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def align_of(*sizes: int, least: int = 8) -> int:
-    """The first of 16, 8 and 4 that divides all sizes, but none below `least`; else 1. Kernels take it as a constant,
-    so that accesses can be 128 bits wide: of one-byte elements that takes multiples of 16, of two-byte elements 8, and
-    of four-byte elements 4."""
+    """Return the largest of 16, 8 and 4 that divides all sizes and is at least `least`, else 1. Kernels take it as a
+    constant, to access 128 bits at a time: one-byte elements need multiples of 16, two-byte elements 8, and four-byte
+    elements 4."""
     combined = 0
     for size in sizes:
         combined |= size
@@ -73,7 +73,7 @@ def align_of(*sizes: int, least: int = 8) -> int:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """x as [M, K] with the stride 1 along K, copied if need be."""
+    """Return x as [M, K] with stride 1 along K, copied if necessary."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
@@ -83,19 +83,19 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for a contiguous tensor of x's shape. `torch.empty(x.shape)` would take twice as long."""
+    """Allocate a contiguous tensor of x's shape. `torch.empty(x.shape)` would take twice as long."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def empty_where(needs: Iterable[bool], like: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-    """Room for the gradient of each tensor in `like`, or None where it is not needed."""
+    """Allocate the gradient of each tensor in `like`, or yield None where it is not needed."""
     for needed, tensor in zip(needs, like, strict=True):
         yield empty_like(tensor) if needed and tensor is not None else None
 
 
 def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
-    """Columns at a time on a CPU, where a row is read in pieces that stay in the first-level cache: the largest
-    piece that divides the row, or 1024 with a masked rest. A piece costs some 0.1 us beside its elements."""
+    """Return how many columns to read at a time on a CPU, so that a chunk of a row stays in the L1 cache: the largest
+    chunk that divides the row, or 1024 with a masked rest. A chunk costs some 0.1 us on top of its elements."""
     tile = largest
     while tile >= 512:
         if cols % tile == 0 and cols:
@@ -105,14 +105,14 @@ def cpu_tile(cols: int, smallest: int = 64, largest: int = 1024) -> int:
 
 
 def tile_warps(numbers: int, target: Capabilities) -> int:
-    """Warps for a tile of `numbers` numbers: each thread has 16, which are 16 bytes of codes or two loads of bf16; but
-    at least 128 threads."""
+    """Return the warps for a tile of `numbers` elements: 16 per thread, which are 16 bytes of codes or two loads of
+    bf16; but at least 128 threads."""
     lanes = target.warp_size
     return min(16, max(128 // lanes, numbers // (16 * lanes)))
 
 
 class ScanConfig(NamedTuple):
-    """How the only program of a launch reads all there is: `tile` numbers at a time."""
+    """Tiling of a launch with a single program: it reads `tile` elements at a time."""
 
     tile: int
     num_warps: int

@@ -1,4 +1,4 @@
-"""Which rows and stripes of a group a program of a kernel has."""
+"""Device functions that find the groups, rows and stripes of a program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ CHUNK = tl.constexpr(128)  # how many ends a program loads at a time
 
 @triton.jit
 def _begin_after(end, align):
-    """Where the group after the one with this `end` begins."""
+    """Return the first row of the group after the one that ends at `end`."""
     return (end + align - 1) // align * align
 
 
 @triton.jit
 def real_rows(row, groups):
-    """Which rows belong to a group and are not padding: int64 [R] -> bool [R]."""
-    before = tl.zeros_like(row)  # the last end that is not past the row
+    """Return which rows, int64 [R], belong to a group and are not padding: bool [R]."""
+    before = tl.zeros_like(row)  # the largest end at or before the row
     last = tl.zeros_like(row)
     for first in range(0, groups.number, CHUNK):
         index = first + tl.arange(0, CHUNK)
@@ -29,7 +29,7 @@ def real_rows(row, groups):
 
 @triton.jit
 def group_of(row, groups):
-    """How many groups end at or before rows, int64 [R] -> int64 [R]: that is the group of a row that is no padding."""
+    """Return how many groups end at or before each row, int64 [R]: the group of a row that is not padding."""
     passed = tl.zeros_like(row)
     for first in range(0, groups.number, CHUNK):
         index = first + tl.arange(0, CHUNK)
@@ -41,7 +41,7 @@ def group_of(row, groups):
 
 @triton.jit
 def group_rows(group, groups, rows):
-    """(first row, row after the last) of a group, int64 scalars; of one without rows the second is not larger."""
+    """Return (first row, row after the last) of a group, int64 scalars; without rows the second is not larger."""
     before = tl.load(groups.ends + group - 1, mask=group > 0, other=0).to(tl.int64)
     end = tl.minimum(tl.load(groups.ends + group).to(tl.int64), rows)
     return _begin_after(before, groups.align), end
@@ -49,7 +49,7 @@ def group_rows(group, groups, rows):
 
 @triton.jit
 def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
-    """(first, end) of the numbers that the stripes with rows of a group have, as `group_stripe` counts them."""
+    """Return the range (first, end) of stripes that hold a group's rows, numbered as in `group_stripe`."""
     start, end = group_rows(group, groups, rows)
     first = start // stripe_rows
     if RELATIVE:
@@ -59,28 +59,28 @@ def stripes_of_group(group, groups, rows, stripe_rows, RELATIVE: tl.constexpr):
 
 @triton.jit
 def group_tile(number, groups, rows, ROWS: tl.constexpr):
-    """(group, first row, number of rows, number of rows that are not padding) of a tile of ROWS rows, int64 scalars.
+    """Return (group, first row, rows, rows that are not padding) of a tile of ROWS rows, int64 scalars.
 
-    Tiles begin with groups: the first one of group e has the number start_e // ROWS + e. What follows the last group
-    is one more group, all of it padding. A number without a tile has no rows.
+    Tiles restart at each group: the first tile of group e has the number start_e // ROWS + e. The rows after the last
+    group count as one more group of padding. A number without a tile has no rows.
     """
     begin = number * 0
     following = number * 0 + rows
     passed = number * 0
     for first in range(0, groups.number + 1, CHUNK):
-        group = first + tl.arange(0, CHUNK)  # the last one is what follows all groups
-        known = (group > 0) & (group <= groups.number)
-        end = tl.load(groups.ends + group - 1, mask=known, other=0).to(tl.int64)
+        group = first + tl.arange(0, CHUNK)  # the last one stands for the rows after all groups
+        has_end = (group > 0) & (group <= groups.number)
+        end = tl.load(groups.ends + group - 1, mask=has_end, other=0).to(tl.int64)
         start = tl.minimum(_begin_after(end, groups.align), rows)
         mine = (start // ROWS + group <= number) & (group <= groups.number)
         passed += tl.sum(mine.to(tl.int64), axis=0)
         begin = tl.maximum(begin, tl.max(tl.where(mine, start, 0), axis=0))
         later = (group <= groups.number) & (mine == 0)
         following = tl.minimum(following, tl.min(tl.where(later, start, rows), axis=0))
-    # With ends that do not ascend nothing of the result is right, but it leads to no other memory.
+    # If the ends do not ascend the result is wrong, but it never leads outside of the tensor.
     group = tl.maximum(passed - 1, 0)
     first_row = begin + tl.maximum(number - begin // ROWS - group, 0) * ROWS
-    first_row = tl.minimum(first_row, following)  # of a number without a tile
+    first_row = tl.minimum(first_row, following)  # for a number without a tile
     exist = tl.minimum(tl.maximum(following - first_row, 0), ROWS)
     end = tl.load(groups.ends + group, mask=group < groups.number, other=0).to(tl.int64)
     return group, first_row, exist, tl.minimum(tl.maximum(end - first_row, 0), exist)
@@ -88,9 +88,9 @@ def group_tile(number, groups, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def group_stripe(stripe, groups, rows, ROWS: tl.constexpr, RELATIVE: tl.constexpr):
-    """(first row, number of rows, number of rows that are not padding) of a stripe, int64 scalars.
+    """Return (first row, rows, rows that are not padding) of a stripe, int64 scalars.
 
-    RELATIVE: stripes begin with groups; otherwise `align` is a multiple of the ROWS rows of a stripe.
+    RELATIVE: stripes restart at each group; otherwise `align` is a multiple of the ROWS rows of a stripe.
     """
     if RELATIVE:
         _, first_row, exist, real = group_tile(stripe, groups, rows, ROWS)

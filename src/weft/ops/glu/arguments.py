@@ -1,4 +1,4 @@
-"""What gated linear units and their backward take and give."""
+"""Arguments and outputs of gated linear units and their backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ R = TypeVar("R", default=Result)
 
 
 class GatedUnit(NamedTuple):
-    """What is computed."""
+    """Definition of a gated linear unit."""
 
     act: str
-    layout: (
-        str  # of gate and up: "concat" or "interleaved" in x, "pair" in x and up, "none" if nothing is gated
-    )
+    layout: str  # of gate and up: "concat" or "interleaved" in x, "pair" in x and up, "none" without a gate
     limit: float | None
     alpha: float
     up_offset: float
@@ -29,9 +27,9 @@ class GatedUnit(NamedTuple):
 
 class GluArgs(NamedTuple):
     x: Tensor  # [..., 2H], or [..., H] for the layouts "pair" and "none"
-    up: Tensor | None  # [..., H]; its dtype may be another one than x's
+    up: Tensor | None  # [..., H]; its dtype may differ from x's
     probs: Tensor | None  # [M]
-    bias: Tensor | None  # [width of x], with groups one for each of them
+    bias: Tensor | None  # [width of x], with groups one per group
     groups: Groups
     unit: GatedUnit
     result: ResultOptions
@@ -55,7 +53,7 @@ class GluBackwardArgs(NamedTuple):
 
     @property
     def up_gradient(self) -> ResultOptions:
-        """How the gradient of up is stored: like that of x, but in up's own dtype."""
+        """Storage of the gradient of up: like that of x, but in up's own dtype."""
         if self.up is None or self.up.dtype is self.gradient.dtype:
             return self.gradient
         return self.gradient._replace(dtype=self.up.dtype)
@@ -72,14 +70,14 @@ NO_RESULT = Result(None)  # type: ignore[arg-type]
 
 
 def hidden_of(x: Tensor, layout: str) -> int:
-    """Columns of y."""
+    """Return the number of columns of y."""
     cols = x.shape[-1]
     return cols // 2 if layout in ("concat", "interleaved") else cols
 
 
 def in_one_pass(format: Format, layout: str, hidden: int) -> tuple[bool, bool]:
-    """Whether the row-wise and the column-wise copies of a gradient come from the tiles of dgate and dup: their scales
-    are known within a tile, and none belongs to the end of dgate and the beginning of dup."""
+    """Return whether the row-wise and the column-wise copy of a gradient can be encoded from tiles of dgate and dup:
+    each scale depends on a single tile, and no block spans the end of dgate and the start of dup."""
     if format.block not in ("1x128", "128x128", "mx"):
         return False, False
     crossing = layout == "concat" and hidden % format.group != 0

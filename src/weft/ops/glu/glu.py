@@ -1,7 +1,7 @@
-"""Gated linear units: the activation of a gate times a value, weighted by the router, quantised, forward and backward.
+"""Gated linear units: activation of a gate times a value, with router weights and quantization, forward and backward.
 
-    gate, up = split(x + bias)                                            the bias of a row is that of its expert
-    a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit: gate and up themselves
+    gate, up = split(x + bias)                                            with experts, the bias of the row's expert
+    a = min(gate, limit)          b = clamp(up, -limit, limit)            without a limit, a = gate and b = up
     y = f(a) * (b + up_offset) * probs                                    out = round(y), or its codes and scales
 
     silu       f = a * s(alpha a)      s(z) = 1 / (1 + exp(-z))              f' = s (1 + alpha a (1 - s))
@@ -9,22 +9,22 @@
     gelu_tanh  f = a * s(2 u)          u = sqrt(2 / pi) (a + 0.044715 a^3)   f' = s + 2 a u' s (1 - s)
     relu       f = max(a, 0)           sigmoid  f = s(alpha a)               relu2  f = max(a, 0)^2
 
-All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward, with
-dy the gradient of y:
+Everything is computed in fp32 and rounded once to each stored tensor; a quantized result is encoded from the fp32 y.
+Backward, with dy the gradient of y:
 
     dgate = dy * probs * (b + up_offset) * f'(a), 0 where gate > limit
     dup = dy * probs * f(a), 0 where |up| > limit
     dprobs = sum over the row of dy * f(a) * (b + up_offset)
-    dbias = sum over the rows, or over those of each expert, of dgate and dup
+    dbias = sum over all rows, or over the rows of each expert, of dgate and dup
 
-The quantised gradient is made from the fp32 dgate and dup as well, and so is dbias. For it a program goes through a
-stripe of 128 rows of one expert and leaves their sum in fp32, and a second kernel adds up the sums of each expert in
-order. That moves 8 bytes of every column for 128 rows, 1.3 % of what the gradient itself takes in bf16. A sum of the
-gradient after it would read all of it again, 40 % more, and there is nothing to read if it is quantised.
+The quantized gradient and dbias are also computed from the fp32 dgate and dup. For dbias a program sums a stripe of 128
+rows of one expert in fp32, and a second kernel adds the sums of each expert in order. That moves 8 bytes per column and
+128 rows, 1.3 % of the traffic of the gradient in bf16. Summing the stored gradient instead would read it again, 40 %
+more, and would be impossible if it is quantized.
 
-Everything is computed again from the inputs: they alone are kept for the backward. Rows that belong to no group
-(`weft.ops.common.groups`) are never read; their results, gradients and codes are zero. Sums over a row are added up in
-a fixed order: the same bits every run.
+The backward recomputes everything from the inputs, which are all that is saved. Rows that belong to no group
+(`weft.ops.common.groups`) are never read; their results, gradients and codes are zero. Sums over a row are added in a
+fixed order: deterministic.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..common.results import (
     ResultOptions,
     allocate_result,
     check_copies,
-    check_made_here,
+    check_fused_format,
     plain_result,
     result_into,
     result_options,
@@ -68,7 +68,7 @@ from .reference import glu_backward_reference, glu_reference
 
 
 def _gradient(result: Result, options: ResultOptions, like: Tensor | None) -> Tensor | None:
-    """A gradient as the caller gets it."""
+    """Return a gradient as the caller gets it: a tensor or a `QTensor`."""
     if result.y is None or like is None or options.format is None:
         return result.y
     return QTensor(like.shape, like.dtype, options.format, *result.copies(options.format))
@@ -94,10 +94,10 @@ class GluBackwardOp(Op[GluBackwardArgs, GluBackwardOutputs], name="glu_backward"
         )
 
     def present(self, a: GluBackwardArgs) -> Present:
-        needs, there, none = a.needs, a.gradient.present(), (False,) * len(NO_RESULT)
+        needs, stored, none = a.needs, a.gradient.present(), (False,) * len(NO_RESULT)
         return (
-            there if needs.x else none,
-            there if needs.up and a.up is not None else none,
+            stored if needs.x else none,
+            stored if needs.up and a.up is not None else none,
             needs.probs and a.probs is not None,
             needs.bias and a.bias is not None,
         )
@@ -137,41 +137,46 @@ class GluOp(Op[GluArgs, GluOutputs], name="glu", variants=48):
         return GluBackwardArgs(a.x, a.up, a.probs, a.bias, LATER, a.groups, a.unit, a.gradient, needs)
 
     def backward(self, b: Backward) -> Gradients:
-        kept: GluBackwardArgs = b.kept
+        args: GluBackwardArgs = b.kept
         needs = GluBackwardOutputs(b.needs.x, b.needs.up, b.needs.probs, b.needs.bias)
-        found = glu_backward_op(kept._replace(dy=b.grads.result.y, needs=needs))
-        dx, dup = _gradient(found.x, kept.gradient, kept.x), _gradient(found.up, kept.gradient, kept.up)
-        if type(kept.x) not in (Tensor, torch.nn.Parameter):
-            # A graph that is being traced has plain tensors for the gradients of its inputs, which are leaves to it.
-            of_x, *of_others = b.node.next_functions
-            dx = _dequantized_leaf(dx, of_x)
-            dup = dup if dup is None else _dequantized_leaf(dup, of_others[0])
-        return {"x": dx, "up": dup, "probs": found.probs, "bias": found.bias}
+        gradients = glu_backward_op(args._replace(dy=b.grads.result.y, needs=needs))
+        dx, dup = (
+            _gradient(gradients.x, args.gradient, args.x),
+            _gradient(gradients.up, args.gradient, args.up),
+        )
+        if type(args.x) not in (Tensor, torch.nn.Parameter):
+            # A graph being traced has plain tensors for the gradients of its inputs, which are its leaves.
+            x_edge, *other_edges = b.node.next_functions
+            dx = _dequantized_leaf(dx, x_edge)
+            dup = dup if dup is None else _dequantized_leaf(dup, other_edges[0])
+        return {"x": dx, "up": dup, "probs": gradients.probs, "bias": gradients.bias}
 
     def shard(self, a: GluArgs) -> Sharding:
-        whole, block = a.result.blocks()
-        of_gradient, rows = a.gradient.blocks()
-        whole |= of_gradient
+        reasons, block = a.result.blocks()
+        gradient_reasons, rows = a.gradient.blocks()
+        reasons |= gradient_reasons
         if a.groups.ends is not None:
-            whole["..."] = "ends= counts the rows of all experts. Give x.to_local() and each rank's own ends"
-            whole["e"] = "ends= is needed for every expert"
-        of_x = "... h"
+            reasons["..."] = (
+                "ends= counts the rows of all experts. Pass x.to_local() and each rank's own ends"
+            )
+            reasons["e"] = "ends= is needed for every expert"
+        x_dims = "... h"
         if a.unit.layout in ("concat", "interleaved"):
-            of_x, whole["c"] = "... c", "gate and up lie in it. Give them apart, as glu(gate, up)"
+            x_dims, reasons["c"] = "... c", "it holds gate and up. Pass them separately, as glu(gate, up)"
         elif a.result.format is not None or a.gradient.format is not None:
-            whole["h"] = "a block of the quantised result may reach over it"
-        of_bias = of_x.split()[-1] if a.groups.ends is None else f"e {of_x.split()[-1]}"
+            reasons["h"] = "a block of the quantized result may span it"
+        bias_dims = x_dims.split()[-1] if a.groups.ends is None else f"e {x_dims.split()[-1]}"
         return Sharding(
             {
-                "x": of_x,
+                "x": x_dims,
                 "up": "... h",
                 "probs": "(...)",
-                "bias": of_bias,
+                "bias": bias_dims,
                 "groups_ends": "e",
                 "result_scale": "",
             },
             {"result_y": "... h", "result_amax": "max:"},
-            whole,
+            reasons,
             max(block, rows),
         )
 
@@ -185,7 +190,7 @@ Layout = Literal["concat", "interleaved", "none"]
 
 
 class GluGradients(NamedTuple):
-    """What `glu_backward` returns: the gradients of x, up, probs and bias, None for what the call does not have."""
+    """Gradients of x, up, probs and bias from `glu_backward`; None for arguments that the call does not have."""
 
     x: Tensor
     up: Tensor | None
@@ -271,36 +276,35 @@ def glu(
     grad_columnwise: bool = True,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A gated linear unit: `y = f(gate) * up * probs`, in fp32 and rounded once.
+    """Compute a gated linear unit, `y = f(gate) * up * probs`, in fp32 and rounded once.
 
-    x: [..., 2H] with gate and up in it, or the gate [..., H] beside `up` [..., H]; bf16, fp16 or fp32, of any
-    strides. Returns y [..., H], and the largest |y| with `return_amax`.
+    x: [..., 2H] with both gate and up, or the gate [..., H] with `up` [..., H]; bf16, fp16 or fp32, of any strides.
+    Returns y [..., H], and with `return_amax` the largest |y|.
 
     - `act`: f. "silu" makes it SwiGLU, "gelu" (by erf) and "gelu_tanh" GeGLU, "relu" ReGLU; "relu2" is ReLU squared.
-    - `layout` of x: "concat" has all of the gate first, "interleaved" gate and up in turn. "none": nothing is gated,
-      x is [..., H] and y = f(x).
+    - `layout` of x: "concat" is [gate | up], "interleaved" alternates gate and up. "none" has no gate: x is [..., H]
+      and y = f(x).
     - `probs` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
-    - `bias` [last dimension of x], with `ends` one for each expert, [experts, last dimension of x]: that of the
-      projection which makes x, added to it in fp32; bf16, fp16 or fp32. Its gradient is a sum over rows in fp32, in a
-      fixed order. It does not go with `up`, where each of two projections adds its own.
-    - `limit`: gate counts as at most the limit, up as within ±limit; their gradients are 0 beyond it. `alpha`: the
+    - `bias` [last dimension of x], with `ends` one per expert, [experts, last dimension of x]: the bias of the
+      projection that produces x, added to it in fp32; bf16, fp16 or fp32. Its gradient is a sum over rows in fp32, in a
+      fixed order. It cannot be combined with `up`, where each of the two projections adds its own.
+    - `limit`: clamp gate to at most the limit, and up to ±limit; their gradients are 0 beyond it. `alpha`: the
       steepness of the sigmoid in silu. `up_offset` is added to up. gpt-oss has limit 7, alpha 1.702, up_offset 1.
     - `ends` [experts], int32 or int64 on the device: where the rows of each expert end, the `ends` of a `RowMap`. An
       expert begins where the one before it ends, rounded up to a multiple of `align`. Rows of no expert are not read;
-      their results and gradients are zero. Without experts there is one group of all rows. What the numbers are is
-      known on the device alone: `RowMap.offsets` in their place, where an expert's pads count as its rows, is not
-      noticed.
-    - `out_dtype`: of y; by default x's, or that to which PyTorch promotes x's and up's.
+      their results and gradients are zero. Without `ends` all rows form one group. The values are known only on the
+      device, so passing `RowMap.offsets` instead, which counts an expert's padding as its rows, goes undetected.
+    - `out_dtype`: dtype of y; by default x's, or the PyTorch promotion of x's and up's.
     - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`. No block of a
-      column-wise copy mixes experts. If `align` is a multiple of 128 its blocks lie as without experts. Otherwise
-      `align` is a multiple of 16 (32 for 4-bit codes), and the scales of an expert that begins with row s and has
-      e experts before it begin with block s // 128 + e of 128 rows; blocks without rows have the scale zero.
+      column-wise copy mixes experts. If `align` is a multiple of 128, blocks lie as without experts. Otherwise
+      `align` must be a multiple of 16 (32 for 4-bit codes), and the scales of an expert that begins at row s and has
+      e experts before it start at block s // 128 + e of 128 rows; blocks without rows have the scale zero.
     - `quantize_grad`, `grad_rowwise`, `grad_columnwise`: the gradient of x (and of up) is a `QTensor` of this format,
-      made from fp32. Blocks 1x128, 128x128 and mx come from one read of x and of y's gradient, unless one of them
-      would reach from the gate into up; those and the other blocks take an fp32 gradient in memory. What leaves a
-      graph of `torch.compile` as the gradient of one of its inputs is dequantised. Gradients that autograd adds up
-      are dequantised and added in x's dtype.
-    - `out`: write y into this tensor, or into this `QTensor`, instead of a new one; not with autograd.
+      encoded from fp32. Blocks 1x128, 128x128 and mx take one read of x and of y's gradient, unless a block would
+      span gate and up; that case and the other blocks go through an fp32 gradient in memory. The gradient of an input
+      of a `torch.compile` graph is dequantized when it leaves the graph. Gradients that autograd accumulates are
+      dequantized and added in x's dtype.
+    - `out`: write y into this tensor or `QTensor` instead of a new one; not with autograd.
 
     >>> import torch, weft
     >>> x = torch.randn(48, 2 * 256, dtype=torch.bfloat16)
@@ -354,13 +358,13 @@ def glu_backward(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> GluGradients:
-    """The gradients of `glu`, for those who write their backward themselves: dy [..., H] is the gradient of y, the
-    other arguments are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
+    """Compute the gradients of `glu`, for hand-written backwards: dy [..., H] is the gradient of y, the other arguments
+    are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
 
     >>> import torch, weft
     >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)
-    >>> found = weft.glu_backward(dy, x, probs=torch.rand(48), quantize="1x128", columnwise=True)
-    >>> found.x.rowwise.data.shape, found.x.columnwise.data.shape, found.probs.shape
+    >>> grads = weft.glu_backward(dy, x, probs=torch.rand(48), quantize="1x128", columnwise=True)
+    >>> grads.x.rowwise.data.shape, grads.x.columnwise.data.shape, grads.probs.shape
     (torch.Size([48, 512]), torch.Size([512, 48]), torch.Size([48]))
     """
     unit = _checked_unit(x, up, act, layout, limit, alpha, up_offset)
@@ -372,14 +376,18 @@ def glu_backward(
     if quantize is not None:
         gradient = _gradient_options(x, unit, groups, quantize, rowwise, columnwise)
     elif columnwise:
-        raise ValueError("columnwise goes with quantize=…")
+        raise ValueError("columnwise goes with quantize=…; pass a format")
     needs = GluBackwardOutputs(True, up is not None, probs is not None, bias is not None)
-    found = glu_backward_op(GluBackwardArgs(x, up, flat_probs, bias, dy, groups, unit, gradient, needs))
-    dx, dup, dprobs = _gradient(found.x, gradient, x), _gradient(found.up, gradient, up), found.probs
+    gradients = glu_backward_op(GluBackwardArgs(x, up, flat_probs, bias, dy, groups, unit, gradient, needs))
+    dx, dup, dprobs = (
+        _gradient(gradients.x, gradient, x),
+        _gradient(gradients.up, gradient, up),
+        gradients.probs,
+    )
     assert dx is not None
     if dprobs is not None and probs is not None:
         dprobs = dprobs.view(probs.shape)
-    return GluGradients(dx, dup, dprobs, found.bias)
+    return GluGradients(dx, dup, dprobs, gradients.bias)
 
 
 _ACTS = get_args(Act)
@@ -396,7 +404,9 @@ def _checked_unit(
         raise ValueError(f"layout must be 'concat', 'interleaved' or 'none'; got {layout!r}")
     if up is not None:
         if layout != "concat":
-            raise ValueError(f"with up= there is no layout of gate and up in x; got layout={layout!r}")
+            raise ValueError(
+                f"with up=, x has no layout of gate and up; got layout={layout!r}. Leave out layout="
+            )
         check_tensor("up", up, dtypes_beside(x.dtype), x.device, x.shape)
         layout = "pair"
     elif layout != "none" and x.shape[-1] % 2:
@@ -408,7 +418,7 @@ def _checked_unit(
     alpha = real("alpha", alpha)
     if alpha != 1.0 and act not in ("silu", "sigmoid"):
         raise ValueError(
-            f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for {act!r}"
+            f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for act={act!r}"
         )
     return GatedUnit(act, layout, limit, alpha, real("up_offset", up_offset))
 
@@ -416,28 +426,28 @@ def _checked_unit(
 def _checked_rows(
     x: Tensor, probs: Tensor | None, ends: Tensor | None, align: int
 ) -> tuple[Tensor | None, Groups]:
-    """What the rows of x have: their weights [M], and their experts."""
+    """Check and return the weights [M] of x's rows, and their experts."""
     if probs is not None:
         lead = x.shape[:-1]
         check_tensor("probs", probs, FLOATS, x.device, lead, (*lead, 1))
         if not is_distributed(x, probs):
             probs = probs.reshape(-1)
         elif probs.dim() == x.dim():
-            probs = probs.squeeze(-1)  # the shards are joined into rows, by each rank its own
+            probs = probs.squeeze(-1)  # each rank flattens its own shard
     if whole("align", align) < 1 or (ends is None and align != 1):
-        raise ValueError(f"align is a positive number that goes with ends=…; got {align}")
+        raise ValueError(f"align must be at least 1, and goes with ends=…; got {align}")
     if ends is None:
         return probs, NO_GROUPS
     check_tensor("ends", ends, INTEGERS, x.device)
     if ends.dim() != 1:
-        raise ValueError(f"ends must be [experts], where the rows of each end; got {tuple(ends.shape)}")
+        raise ValueError(f"ends must be [experts], the end of each expert's rows; got {tuple(ends.shape)}")
     return probs, Groups(ends, align)
 
 
 def _check_bias(bias: Tensor, x: Tensor, unit: GatedUnit, groups: Groups) -> None:
     if unit.layout == "pair":
         raise ValueError(
-            "bias= is that of one projection; gate and up are given apart: add each bias in its own"
+            "bias= belongs to one projection, but gate and up are separate: add each bias in its own projection"
         )
     width = x.shape[-1]
     shape = (width,) if groups.ends is None else (groups.ends.numel(), width)
@@ -447,10 +457,10 @@ def _check_bias(bias: Tensor, x: Tensor, unit: GatedUnit, groups: Groups) -> Non
 def _gradient_options(
     x: Tensor, unit: GatedUnit, groups: Groups, quantize: Format | str, rowwise: bool, columnwise: bool
 ) -> ResultOptions:
-    """How the gradients of x and up are quantised, checked."""
+    """Check and return the options of quantized gradients of x and up."""
     format = Format.of(quantize)
     check_copies(rowwise, columnwise)
-    check_made_here(format)
+    check_fused_format(format)
     options = ResultOptions(x.dtype, format.spec, bool(rowwise), bool(columnwise), None, False)
     _, one_pass = in_one_pass(format, unit.layout, hidden_of(x, unit.layout))
     _check_groups(options, groups, one_pass)
@@ -458,27 +468,27 @@ def _gradient_options(
 
 
 def _check_groups(options: ResultOptions, groups: Groups, one_pass: bool) -> None:
-    """Complain about copies that cannot be made of experts that begin anywhere."""
+    """Raise an error for copies that are impossible if experts may begin at any row."""
     if groups.ends is None or options.format is None:
         return
     format, columnwise, align = Format.of(options.format), options.columnwise, groups.align
     if columnwise and format.block == "row":
-        raise ValueError("block 'row' has one scale to a whole column, which would mix experts: take 1x128")
-    if not groups.begin_anew() or format.block == "tensor":
+        raise ValueError("block 'row' has one scale per whole column, which would mix experts: use 1x128")
+    if not groups.blocks_restart() or format.block == "tensor":
         return
     if format.block == "128x128":
         raise ValueError(f"128x128 blocks would mix experts: pad them to align=128; got align={align}")
     if columnwise and not options.rowwise:
         raise ValueError(
-            "column-wise blocks that begin anew with every expert need the row-wise copy beside them: "
+            "column-wise blocks that restart at every expert need the row-wise copy too: "
             f"pad the experts to align=128, or leave rowwise=True; got align={align}"
         )
     if columnwise and align % (16 * format.packed):
         raise ValueError(
-            f"a column-wise copy needs experts that begin at multiples of {16 * format.packed}: got align={align}"
+            f"a column-wise copy needs experts that begin at multiples of {16 * format.packed}; got align={align}"
         )
     if columnwise and not one_pass:
         raise ValueError(
-            f"{format.spec} takes the whole gradient before its first code; its column-wise copy would mix experts: "
+            f"{format.spec} needs the whole gradient before its first code; its column-wise copy would mix experts: "
             f"pad them to align=128; got align={align}"
         )

@@ -1,4 +1,4 @@
-"""The kernels of gated linear units: the result and its copies, and the gradients of gate, up and probs."""
+"""Kernels of gated linear units: the result and its copies, and the gradients of gate, up, probs and bias."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STRIPE_ROWS = tl.constexpr(STRIPE)
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    """Rows of a tensor: row r lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
 
     ptr: Tensor | None
     outer_stride: int
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class UpCodes(NamedTuple):
-    """The copies of up's gradient, whose strides are those of the gate's."""
+    """Copies of up's gradient, with the strides of the gate's."""
 
     data: Tensor | None
     scale: Tensor | None
@@ -59,19 +59,19 @@ class UpCodes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a program reads: gate and up of its rows; or their bias, with one row for each of its rows or for all of
+    """Inputs of a program: gate and up of its rows; or their bias, one for each of its rows or one for all of
     them."""
 
     gate: Any  # pointer
-    gate_off: Any  # [R], of its rows
-    up: Any  # pointer, or None: in turn with the gate, or nothing is gated
+    gate_off: Any  # [R], row offsets
+    up: Any  # pointer, or None if up alternates with the gate or there is no gate
     up_off: Any
     prob: Any  # fp32 [R], or None
-    read: Any  # bool [R]: which rows have inputs
+    read: Any  # bool [R]: rows that have inputs
 
 
 class Unit(NamedTuple):
-    """What is computed."""
+    """Definition of the gated linear unit."""
 
     alpha: Any
     limit: Any
@@ -82,28 +82,28 @@ class Unit(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How rows are cut into tiles."""
+    """Tiling of the columns, and the masks it needs."""
 
     TILE: Any
     ROWS_MASKED: Any
     COLS_MASKED: Any
 
 
-class Place(NamedTuple):
-    """Where a program's results go."""
+class Destination(NamedTuple):
+    """Destination of a program's results."""
 
     row: Any  # int64 [R]
-    written: Any  # bool [R]: which rows have results
-    stripe: Any  # number of the stripe, for copies made by stripes
-    rows: Any  # of the tensor, or of it up to the end of a program's rows
-    bound: Any  # rows that end the stripe's copies
+    written: Any  # bool [R]: rows that have results
+    stripe: Any  # index of the stripe, for copies stored by stripes
+    rows: Any  # end of the tensor's rows, or of the program's
+    bound: Any  # end of the rows of the stripe's copies
 
 
 class Results(NamedTuple):
-    """One result: plain, or its copies."""
+    """Tensors of one result: plain, or its copies."""
 
     plain: Any  # pointer, or None
-    stride: Any  # of its rows
+    stride: Any  # of the rows
     copy: Any  # StridedCodes
     copy_t: Any
 
@@ -113,11 +113,11 @@ class Results(NamedTuple):
 
 @triton.jit
 def _block_of(block, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr, STRIPES: tl.constexpr):
-    """(first row, how many rows have results, how many have inputs) of a program with up to ROWS rows, int64."""
+    """Return (first row, rows with results, rows with inputs) of a program of up to ROWS rows, int64 scalars."""
     if groups.ends is not None and PLACES != "rows":
         first, exist, real = group_stripe(block, groups, rows, ROWS, PLACES == "slots")
         if PLACES == "slots" and STRIPES:
-            first = (first // 16) * 16  # nothing but itself, and known to be a multiple
+            first = (first // 16) * 16  # unchanged, but now known to be a multiple of 16
         return first, exist, real
     else:
         first = block * ROWS
@@ -125,13 +125,13 @@ def _block_of(block, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr, STR
 
 
 @triton.jit
-def _rows_of_block(first, exist, real, piece, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """(row int64 [ROWS], which of them have results, which have inputs) of a program, from its row `piece` on."""
-    local = piece + tl.arange(0, ROWS)
+def _rows_of_block(first, exist, real, begin, groups, rows, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """Return (row int64 [ROWS], mask of results, mask of inputs) of a program, from its row `begin` on."""
+    local_row = begin + tl.arange(0, ROWS)
     if groups.ends is not None and PLACES != "rows":
-        return first + local, local < exist, local < real
+        return first + local_row, local_row < exist, local_row < real
     else:
-        row = first + local
+        row = first + local_row
         written = row < rows
         read = written
         if groups.ends is not None:
@@ -144,29 +144,29 @@ def _bias_of(
     bias_ptr, first, groups, cols, up_shift, up_ptr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PLACES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The bias of the rows from `first` on, or None: one for each of ROWS rows if they may belong to several groups,
-    and else one for all."""
+    """Return the bias of the rows from `first` on, or None: one for each of ROWS rows if they may belong to several
+    groups, otherwise one for all."""
     if bias_ptr is None:
         return None
     else:
         width = 2 * cols if INTERLEAVED else cols + up_shift
         if groups.ends is None:
             group = tl.zeros((1,), tl.int64)
-            there = group == 0
+            has_bias = group == 0
         else:
-            # Where stripes have rows of one group, it is that of the first, or no row is read.
+            # A stripe within one group has the group of its first row, unless no row is read.
             group = group_of(first + tl.arange(0, ROWS if PLACES == "rows" else 1), groups)
-            there = group < groups.number
+            has_bias = group < groups.number
         off = tl.multiple_of(group * width, ALIGN)
         if up_ptr is None:
-            return Inputs(bias_ptr, off, None, off, None, there)
+            return Inputs(bias_ptr, off, None, off, None, has_bias)
         else:
-            return Inputs(bias_ptr, off, bias_ptr, tl.multiple_of(off + up_shift, ALIGN), None, there)
+            return Inputs(bias_ptr, off, bias_ptr, tl.multiple_of(off + up_shift, ALIGN), None, has_bias)
 
 
 @triton.jit
 def _load_prob(prob_ptr, prob_stride, row, read):
-    """fp32 [R], or None."""
+    """Load the weights of the rows as fp32 [R], or return None."""
     if prob_ptr is None:
         return None
     else:
@@ -175,7 +175,7 @@ def _load_prob(prob_ptr, prob_stride, row, read):
 
 @triton.jit
 def _load_biased(inputs, bias, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
-    """(gate, up) [R, C] in fp32 with their bias, which rows without input have too."""
+    """Load (gate, up) [R, C] as fp32 and add their bias, also to rows without input."""
     gate, up = _load_parts(inputs, start, cols, mask, INTERLEAVED, cut)
     if bias is not None:
         col = start + tl.arange(0, cut.TILE)
@@ -189,7 +189,7 @@ def _load_biased(inputs, bias, start, cols, mask, INTERLEAVED: tl.constexpr, cut
 
 @triton.jit
 def _load_parts(inputs, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
-    """(gate, up) [R, C] in fp32, zero where there is no input; nobody reads up if nothing is gated."""
+    """Load (gate, up) [R, C] as fp32, zero where there is no input; without a gate, up is unused."""
     if INTERLEAVED:
         ROWS: tl.constexpr = inputs.read.shape[0]
         pair = 2 * start + tl.arange(0, 2 * cut.TILE)
@@ -210,7 +210,7 @@ def _load_parts(inputs, start, cols, mask, INTERLEAVED: tl.constexpr, cut):
 
 @triton.jit
 def _value(inputs, bias, start, cols, unit, cut):
-    """y [R, C] in fp32, zero where there is no input."""
+    """Compute y [R, C] in fp32, zero where there is no input."""
     col = start + tl.arange(0, cut.TILE)
     mask = mask_of_rows(inputs.read, col, cols, cut.ROWS_MASKED, cut.COLS_MASKED)
     gate, up = _load_biased(inputs, bias, start, cols, mask, unit.INTERLEAVED, cut)
@@ -229,15 +229,15 @@ def _value(inputs, bias, start, cols, unit, cut):
 
 @triton.jit
 def _store(
-    y, to, place, start, cols, encoding, STRIPES: tl.constexpr, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr
+    y, to, dest, start, cols, encoding, STRIPES: tl.constexpr, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr
 ):
-    """A tile of a result [rows, cols], fp32 and zero where there is no input: plain, or as copies whose groups lie
-    within it."""
+    """Store a tile of a result [rows, cols], fp32 and zero where there is no input: plain, or as copies whose groups
+    lie within the tile."""
     ROWS_MASKED: tl.constexpr = y.shape[0] > 1
     if to.plain is not None:
         col = start + tl.arange(0, y.shape[1])
-        mask = mask_of_rows(place.written, col, cols, ROWS_MASKED, COLS_MASKED)
-        off = tl.multiple_of(place.row * to.stride, ALIGN)
+        mask = mask_of_rows(dest.written, col, cols, ROWS_MASKED, COLS_MASKED)
+        off = tl.multiple_of(dest.row * to.stride, ALIGN)
         tl.store(to.plain + off[:, None] + col[None, :], y.to(to.plain.dtype.element_ty), mask=mask)
     if to.copy.data is not None or to.copy_t.data is not None:
         if STRIPES:
@@ -245,21 +245,21 @@ def _store(
                 y,
                 to.copy,
                 to.copy_t,
-                Stripe(place.stripe, start, place.bound, cols, ALIGN, COLS_MASKED),
+                Stripe(dest.stripe, start, dest.bound, cols, ALIGN, COLS_MASKED),
                 encoding,
             )
         else:
             store_rows(
                 y,
                 to.copy,
-                Tile(place.row, start, place.rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
+                Tile(dest.row, start, dest.rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
                 encoding,
             )
 
 
 @triton.jit
 def _from_slot(copy_t, first, slot, ROWS: tl.constexpr, FORMAT: tl.constexpr):
-    """The column-wise copy from a slot on, which begins with row `first`."""
+    """Return the column-wise copy from a slot on, whose first row is `first`."""
     if copy_t.data is None:
         return copy_t
     else:
@@ -276,10 +276,10 @@ def _from_slot(copy_t, first, slot, ROWS: tl.constexpr, FORMAT: tl.constexpr):
 def glu_kernel(
     rows,
     cols,
-    up_shift,  # from the pointer to the first element of up: cols if it follows the gate in one tensor
+    up_shift,  # from the pointer to the first element of up: cols if up follows the gate in one tensor
     inner,
-    gate: Rows,  # [rows, cols]; with INTERLEAVED [rows, 2 cols], gate and up in turn
-    up: Rows,  # [rows, cols]; absent with INTERLEAVED, and if nothing is gated
+    gate: Rows,  # [rows, cols]; with INTERLEAVED [rows, 2 cols], gate and up alternating
+    up: Rows,  # [rows, cols]; absent with INTERLEAVED, and without a gate
     prob_ptr,  # [rows], or None
     prob_stride,
     groups: GroupEnds,
@@ -296,19 +296,19 @@ def glu_kernel(
     ACT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the quantised copies, or None
+    FORMAT: tl.constexpr,  # of the quantized copies, or None
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    STRIPES: tl.constexpr,  # ROWS is the longest group of a format along M: column-wise copies can be made
-    PLACES: tl.constexpr,  # where padding may be: any row, the end of any stripe, or stripes begin anew with groups
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
+    STRIPES: tl.constexpr,  # ROWS is the longest group of a format along M: column-wise copies are possible
+    PLACES: tl.constexpr,  # of padding: any "rows", the end of "stripes", or of "slots" that restart at each group
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    ONCE: tl.constexpr,  # as many programs share rows as there are tiles
+    ONCE: tl.constexpr,  # one program per tile of the columns
     NESTED: tl.constexpr,
-    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+    ALIGN: tl.constexpr,  # divides cols and all row strides
     COLS_MASKED: tl.constexpr,
 ):
-    """ROWS rows belong to `row_programs` programs in turn, tile by tile; to one if a scale belongs to a whole row."""
+    """Compute ROWS rows, with tiles dealt to `row_programs` programs; to one if a scale spans a whole row."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
     first, exist, real = _block_of(block, groups, rows, ROWS, PLACES, STRIPES)
@@ -322,20 +322,20 @@ def glu_kernel(
     bias = _bias_of(bias_ptr, first, groups, cols, up_shift, up.ptr, ROWS, INTERLEAVED, PLACES, ALIGN)
     stripe = block
     bound = rows.to(tl.int64)
-    if PLACES == "slots":  # the copies begin with the stripe, which is then the first
+    if PLACES == "slots":  # the copies start at this stripe, which then counts as the first
         copy = from_row(copy, first)
         copy_t = _from_slot(copy_t, first, block, ROWS, FORMAT)
         stripe = block * 0
         bound = exist
-    place = Place(row, written, stripe, rows, bound)
+    dest = Destination(row, written, stripe, rows, bound)
 
     BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
     BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor" and not STRIPES
     if given_ptr is not None:
-        given = tl.load(given_ptr)
+        scale_source = tl.load(given_ptr)
     else:
-        given = 0.0
-    if BY_ROW:  # the row's largest y has to be known before its first code
+        scale_source = 0.0
+    if BY_ROW:  # the codes of a row need its largest |y| first
         largest = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols, TILE):
             y = _value(
@@ -368,17 +368,17 @@ def glu_kernel(
             if BY_ROW:
                 codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
             else:
-                factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
+                factor = tensor_factor(Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC))
                 codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
             store_codes(codes, copy, Tile(row, start, rows, cols, ALIGN, ROWS > 1, COLS_MASKED), FORMAT)
         else:
             _store(
                 y,
                 Results(y_ptr, cols, copy, copy_t),
-                place,
+                dest,
                 start,
                 cols,
-                Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+                Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
                 STRIPES,
                 ALIGN,
                 COLS_MASKED,
@@ -394,8 +394,8 @@ def glu_kernel(
 def _gradients_of(
     gate, up, dy, prob, mask, unit, GATED: tl.constexpr, GROUPED: tl.constexpr, BIASED: tl.constexpr
 ):
-    """(dgate, dup, the terms of dprob) [R, C] in fp32, zero where there is no dy; in padding never a negative zero. A
-    bias is there without dy too, and what becomes of it need not be finite."""
+    """Return (dgate, dup, terms of dprob) [R, C] in fp32, zero where there is no dy, and never a negative zero in
+    padding. Rows without dy still have a bias, whose activation need not be finite."""
     a, g = gate, up
     if unit.LIMITED:
         a = at_most(gate, unit.limit)
@@ -430,7 +430,7 @@ def _store_sums(sums_ptr, sums, start, cols):
 def glu_backward_kernel(
     rows,
     cols,
-    up_shift,  # from here to `groups` as for the forward
+    up_shift,  # from here to `groups` as in the forward
     inner,
     gate: Rows,
     up: Rows,
@@ -439,15 +439,15 @@ def glu_backward_kernel(
     prob_stride,
     groups: GroupEnds,
     bias_ptr,
-    dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup in turn
-    dup_ptr,  # the same tensor if gate and up are one, or None
+    dgate_ptr,  # [rows, stride], or None; with INTERLEAVED dgate and dup alternate
+    dup_ptr,  # the same tensor if gate and up share one, or None
     dprob_ptr,  # [row_programs, rows], or None
-    dbias_ptr,  # fp32 [blocks, stride], or None: with it, a program has one tile of all rows of a stripe
+    dbias_ptr,  # fp32 [blocks, stride], or None; with it, a program has one tile of all rows of a stripe
     row_programs,
     stride,
     copy: StridedCodes,  # of dgate, row-wise
     copy_t: StridedCodes,  # of dgate, column-wise
-    up_codes: UpCodes,  # the same copies if gate and up are one
+    up_codes: UpCodes,  # the same copies if gate and up share one tensor
     alpha: float,
     limit: float,
     up_offset: float,
@@ -465,16 +465,16 @@ def glu_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles, and the
-    gradient of the bias over its rows."""
+    """Compute the gradients of gate and up from one read of them and of dy; dprob is summed over a program's tiles, and
+    the gradient of the bias over its rows."""
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // row_programs).to(tl.int64)
     part = tl.program_id(0) % row_programs
     GROUPED: tl.constexpr = groups.ends is not None
     GATED: tl.constexpr = INTERLEAVED or up.ptr is not None
     ROWS_MASKED: tl.constexpr = ROWS > 1 or GROUPED
-    PIECES: tl.constexpr = dbias_ptr is not None and not STRIPES  # ROWS of a program's rows at a time
-    first, exist, real = _block_of(block, groups, rows, STRIPE_ROWS if PIECES else ROWS, PLACES, STRIPES)
+    CHUNKS: tl.constexpr = dbias_ptr is not None and not STRIPES  # a program loops over chunks of ROWS rows
+    first, exist, real = _block_of(block, groups, rows, STRIPE_ROWS if CHUNKS else ROWS, PLACES, STRIPES)
     up_copy = _with_strides_of(copy, up_codes.data, up_codes.scale)
     up_copy_t = _with_strides_of(copy_t, up_codes.data_t, up_codes.scale_t)
     stripe = block
@@ -488,7 +488,7 @@ def glu_backward_kernel(
         bound = exist
     bias = _bias_of(bias_ptr, first, groups, cols, up_shift, up.ptr, ROWS, INTERLEAVED, PLACES, ALIGN)
     rows_end = rows
-    if PIECES:
+    if CHUNKS:
         exist = tl.minimum(exist, STRIPE_ROWS)
         rows_end = first + exist
     shift = (up_shift // ALIGN) * ALIGN
@@ -497,15 +497,15 @@ def glu_backward_kernel(
     WIDTH: tl.constexpr = 2 * TILE if INTERLEAVED else TILE
     gate_sum = tl.zeros((WIDTH,), tl.float32)
     up_sum = tl.zeros((TILE,), tl.float32)
-    for piece in range(0, exist if PIECES else 1, ROWS):
-        row, written, read = _rows_of_block(first, exist, real, piece, groups, rows, ROWS, PLACES)  # [ROWS]
+    for begin in range(0, exist if CHUNKS else 1, ROWS):
+        row, written, read = _rows_of_block(first, exist, real, begin, groups, rows, ROWS, PLACES)  # [ROWS]
         gate_off = row_offset(row, inner, gate.outer_stride, gate.inner_stride, NESTED, ALIGN)
         up_off = row_offset(row, inner, up.outer_stride, up.inner_stride, NESTED, ALIGN)
         up_off = tl.multiple_of(up_off + up_shift, ALIGN)
         dy_off = row_offset(row, inner, dy.outer_stride, dy.inner_stride, NESTED, ALIGN)
         prob = _load_prob(prob_ptr, prob_stride, row, read)
         inputs = Inputs(gate.ptr, gate_off, up.ptr, up_off, prob, read)
-        place = Place(row, written, stripe, rows_end, bound)
+        dest = Destination(row, written, stripe, rows_end, bound)
         dprob = tl.zeros((ROWS,), tl.float32)
         for step in range(1 if ONCE else tl.cdiv(tl.cdiv(cols, TILE) - part, row_programs)):
             start = (part + step * row_programs) * TILE
@@ -528,22 +528,22 @@ def glu_backward_kernel(
             )
             if dprob_ptr is not None:
                 dprob += tl.sum(terms, axis=1)
-            begin, width = start, cols
+            out_start, width = start, cols
             if INTERLEAVED:
                 dgate = tl.interleave(dgate, dup)  # [ROWS, 2 TILE]
-                begin, width = 2 * start, 2 * cols
+                out_start, width = 2 * start, 2 * cols
             if dbias_ptr is not None:
                 gate_sum += tl.sum(dgate, axis=0)
                 up_sum += tl.sum(dup, axis=0)
-                if STRIPES:  # the only piece: nothing is held in registers while codes are made
-                    _store_sums(sums_ptr, gate_sum, begin, width)
+                if STRIPES:  # a single chunk: free the registers of the sums before encoding
+                    _store_sums(sums_ptr, gate_sum, out_start, width)
                     if GATED and not INTERLEAVED:
                         _store_sums(sums_ptr + shift, up_sum, start, cols)
             _store(
                 dgate,
                 Results(dgate_ptr, stride, copy, copy_t),
-                place,
-                begin,
+                dest,
+                out_start,
                 width,
                 Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
                 STRIPES,
@@ -554,7 +554,7 @@ def glu_backward_kernel(
                 _store(
                     dup,
                     Results(dup_ptr, stride, up_copy, up_copy_t),
-                    place,
+                    dest,
                     shift + start,
                     shift + cols,
                     Encoding(0.0, FP32_MAX, FORMAT, CAST, False),
@@ -565,7 +565,7 @@ def glu_backward_kernel(
         if dprob_ptr is not None:
             sums_off = part.to(tl.int64) * rows + row
             tl.store(dprob_ptr + sums_off, dprob.to(dprob_ptr.dtype.element_ty), mask=written)
-    if PIECES:
+    if CHUNKS:
         _store_sums(sums_ptr, gate_sum, part * WIDTH, 2 * cols if INTERLEAVED else cols)
         if GATED and not INTERLEAVED:
             _store_sums(sums_ptr + shift, up_sum, part * TILE, cols)
@@ -573,5 +573,5 @@ def glu_backward_kernel(
 
 @triton.jit
 def _with_strides_of(copy, data, scale):
-    """Another tensor's codes and scales, which lie like those of `copy`."""
+    """Return another tensor's codes and scales with the strides of `copy`."""
     return StridedCodes(data, scale, copy.stride, copy.scale_row_stride, copy.scale_col_stride)

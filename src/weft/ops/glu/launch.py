@@ -1,4 +1,4 @@
-"""How gated linear units are cut into programs, and launched."""
+"""Launches of gated linear units, and the choice of their tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .kernels import glu_backward_kernel, glu_kernel
 
 
 class GluConfig(NamedTuple):
-    """How a tensor is cut: `rows` rows and `tile` columns of y at a time."""
+    """Tiling of a tensor: `rows` rows and `tile` columns of y at a time."""
 
     rows: int
     tile: int
@@ -43,9 +43,9 @@ def row_config(
     if target.is_cpu:
         return GluConfig(1, cpu_tile(cols, max(smallest_tile, 64)), 4)
     tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
-    # Where an access has one element, its address is longer than it.
-    numbers = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
-    return GluConfig(max(1, numbers // tile), tile, 4)
+    # If accesses are one element wide, addresses take more registers than the elements.
+    elements = 4096 // (2 if backward else 1) // (4 if known_multiple == 1 else 1)
+    return GluConfig(max(1, elements // tile), tile, 4)
 
 
 @choice("glu.stripes", tile=(32, 256), num_warps=(1, 16))
@@ -60,16 +60,16 @@ def stripe_config(
     elif target.warp_size == 64:
         warps = tile * STRIPE // 16 // 64
     elif (backward and tile == 128) or known_multiple == 1:
-        # Compiled for both copies of a gradient at 1x128: 255 registers, none spilled on sm_90 (with 16 warps 128
-        # and 376 to 612 bytes), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89, which encode by
-        # integers.
+        # Compiled for both copies of a gradient at 1x128: 255 registers, no spills on sm_90 (with 16 warps 128
+        # registers and 376 to 612 bytes spilled), up to 24 bytes on sm_100 and sm_120, and 312 on sm_80 and sm_89,
+        # which encode by integers.
         warps = 8
     # Interleaved gradients are twice as wide as gate or up.
     return GluConfig(STRIPE, tile // 2 if backward and interleaved else tile, warps)
 
 
 class _Layout(NamedTuple):
-    """Where rows lie: row r of the gate at (r // inner) * gate_outer_stride + (r % inner) * gate_inner_stride."""
+    """Row strides: row r of the gate lies at (r // inner) * gate_outer_stride + (r % inner) * gate_inner_stride."""
 
     rows: int
     cols: int
@@ -85,28 +85,28 @@ class _Layout(NamedTuple):
 
     @property
     def known_multiple(self) -> int:
-        """Of which the columns and all row strides are multiples."""
+        """Alignment that divides the columns and all row strides: 16, 8 or 1."""
         return align_of(self.cols, self.up_shift, *self[5:])
 
 
 class _Pass(NamedTuple):
-    """What a pass makes, as far as it decides the launch."""
+    """Options of a pass that determine its launch."""
 
-    static: bool | None  # the scale is given; None in the backward
-    format: str | None = None  # of copies that are made
-    rowwise: bool = False  # the row-wise copy is made
-    stripes: bool = False  # by stripes
-    sums: bool = False  # dprobs is made
-    bias_sums: bool = False  # and the gradient of the bias
+    static: bool | None  # the caller passed the scale; None in the backward
+    format: str | None = None  # of the stored copies
+    rowwise: bool = False  # the row-wise copy is stored
+    stripes: bool = False  # copies are stored by stripes
+    sums: bool = False  # dprobs is computed
+    bias_sums: bool = False  # the gradient of the bias is computed
     strides: tuple[int, ...] = (0, 0, 0)  # of the codes and scales of the row-wise copy of a result
-    strides_t: tuple[int, ...] = (0, 0, 0)  # and of the column-wise one
+    strides_t: tuple[int, ...] = (0, 0, 0)  # of the column-wise copy
 
 
 class _Cut(NamedTuple):
-    """How a pass is cut into programs."""
+    """Launch of a pass, and its programs."""
 
     launch: Launch
-    blocks: int  # of rows
+    blocks: int  # blocks of rows
     row_programs: int  # programs that share a block
 
 
@@ -115,35 +115,35 @@ def _cut(
     layout: _Layout,
     unit: GatedUnit,
     groups: tuple[int, int] | None,
-    made: _Pass,
+    pass_: _Pass,
     cast: int,
     target: Capabilities,
 ) -> _Cut:
-    """groups: how many there are, and their align."""
-    backward, cpu, multiple = made.static is None, target.is_cpu, layout.known_multiple
+    """Choose the launch and programs of a pass; `groups` is (number, align)."""
+    backward, cpu, multiple = pass_.static is None, target.is_cpu, layout.known_multiple
     interleaved = unit.layout == "interleaved"
-    format = None if made.format is None else Format.of(made.format)
-    if made.stripes:
+    format = None if pass_.format is None else Format.of(pass_.format)
+    if pass_.stripes:
         assert format is not None
-        config = stripe_config(format.block, made.rowwise, backward, interleaved, multiple, target)
-        both = backward and unit.layout in ("concat", "interleaved")  # of gate and up, in one result
+        config = stripe_config(format.block, pass_.rowwise, backward, interleaved, multiple, target)
+        both = backward and unit.layout in ("concat", "interleaved")  # gradients of gate and up in one result
         blocks = count_stripes(layout.rows, 2 * layout.cols if both else layout.cols)
     else:
         group = 1 if format is None else format.group
         config = row_config(layout.cols, group, backward, multiple, target)
-        height = STRIPE if made.bias_sums else config.rows
+        height = STRIPE if pass_.bias_sums else config.rows
         blocks = -(-layout.rows // height)
     places = "rows"
-    if (made.stripes or made.bias_sums) and groups is not None:
+    if (pass_.stripes or pass_.bias_sums) and groups is not None:
         number, align = groups
         if align % STRIPE == 0:
             places = "stripes"
-        elif made.bias_sums or (format is not None and format.group):
+        elif pass_.bias_sums or (format is not None and format.group):
             places, blocks = "slots", count_slots(layout.rows, number)
-    # A scale of a whole row belongs to one program, and so does a sum over the row, unless its tiles are stripes: in a
-    # loop over those, too much is held in registers. Sums over rows are those of one tile.
+    # A scale per row needs the whole row in one program, and so does a sum over the row, unless tiles are stripes: a
+    # loop over stripes holds too much in registers. Sums over rows cover one tile.
     by_row = format is not None and format.block == "row"
-    once = made.bias_sums or not (cpu or by_row or (made.sums and not made.stripes))
+    once = pass_.bias_sums or not (cpu or by_row or (pass_.sums and not pass_.stripes))
     launch = Launch.of(
         glu_backward_kernel if backward else glu_kernel,
         num_warps=config.num_warps,
@@ -152,7 +152,7 @@ def _cut(
         LIMITED=unit.limit is not None,
         FORMAT=format,
         CAST=cast,
-        STRIPES=made.stripes,
+        STRIPES=pass_.stripes,
         PLACES=places,
         ROWS=config.rows,
         TILE=config.tile,
@@ -160,7 +160,7 @@ def _cut(
         NESTED=layout.inner > 1,
         ALIGN=multiple,
         COLS_MASKED=layout.cols % config.tile != 0,
-        **({} if backward else {"STATIC": made.static}),
+        **({} if backward else {"STATIC": pass_.static}),
     )
     return _Cut(launch, blocks, -(-layout.cols // config.tile) if once else 1)
 
@@ -170,12 +170,12 @@ def _forward(
     layout: _Layout,
     unit: GatedUnit,
     groups: tuple[int, int] | None,
-    made: _Pass,
+    pass_: _Pass,
     cast: int,
     target: Capabilities,
 ) -> BoundLaunch:
-    """A pass of glu; each call gives its tensors and floats."""
-    launch, blocks, row_programs = _cut(layout, unit, groups, made, cast, target)
+    """Return the launch of a forward pass; each call adds its tensors and floats."""
+    launch, blocks, row_programs = _cut(layout, unit, groups, pass_, cast, target)
     return launch.bind(
         (blocks * row_programs, 1, 1),
         rows=layout.rows,
@@ -187,13 +187,13 @@ def _forward(
         prob_stride=layout.probs_stride,
         groups=(NO_ENDS.number, NO_ENDS.align) if groups is None else groups,
         row_programs=row_programs,
-        copy=made.strides,
-        copy_t=made.strides_t,
+        copy=pass_.strides,
+        copy_t=pass_.strides_t,
     )
 
 
 class _Call:
-    """A call's inputs as kernels take them."""
+    """Inputs of a call as kernel arguments."""
 
     def __init__(self, a: GluArgs | GluBackwardArgs, dy: Tensor | None) -> None:
         layout, unit = a.unit.layout, a.unit
@@ -208,9 +208,9 @@ class _Call:
         if dy is not None:
             dy, dy_inner, *strides = row_strides(dy)
             dy_strides, nested = (strides[0], strides[1]), nested and dy_inner == inner
-        if not nested:  # two ways to nest rows: all are straightened
-            straight = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
-            self.__init__(straight, None if dy is None else dy.contiguous())  # type: ignore[misc]
+        if not nested:  # rows are nested in two ways: make all contiguous
+            contiguous_args = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
+            self.__init__(contiguous_args, None if dy is None else dy.contiguous())  # type: ignore[misc]
             return
         self.gate, self.up, self.dy, self.probs, self.unit = x, up, dy, a.probs, unit
         self.bias = contiguous(a.bias)
@@ -224,16 +224,16 @@ class _Call:
         self.target = capabilities_of(x.device)
 
     def plan(
-        self, made: _Pass
+        self, pass_: _Pass
     ) -> tuple[_Layout, GatedUnit, tuple[int, int] | None, _Pass, int, Capabilities]:
-        """What decides the launch of a pass."""
+        """Return the arguments that determine the launch of a pass."""
         ends, *groups = self.groups
-        known = None if ends is None else (groups[0], groups[1])
-        return self.layout, self.unit, known, made, cast_mode(self.target), self.target
+        number_and_align = None if ends is None else (groups[0], groups[1])
+        return self.layout, self.unit, number_and_align, pass_, cast_mode(self.target), self.target
 
 
 class _Glu(_Call):
-    """One call of glu: its passes."""
+    """Passes of one call of glu."""
 
     options: ResultOptions
 
@@ -246,38 +246,38 @@ class _Glu(_Call):
         make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
 
     def rows_pass(
-        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, scale_source: Tensor | None, wants_amax: bool, has_stats: bool
     ) -> Tensor | None:
-        made = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
-        return self.run(made, None, copy, None, given, wants_amax)
+        pass_ = _Pass(self.options.scale is not None, copy and self.options.format, copy is not None)
+        return self.run(pass_, None, copy, None, scale_source, wants_amax)
 
     def stripes_pass(
-        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, scale_source: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         static = self.options.scale is not None
-        made = _Pass(static, self.options.format, row is not None, stripes=True)
-        return self.run(made, None, row, col, given, wants_amax)
+        pass_ = _Pass(static, self.options.format, row is not None, stripes=True)
+        return self.run(pass_, None, row, col, scale_source, wants_amax)
 
     def run(
         self,
-        made: _Pass,
+        pass_: _Pass,
         y: Tensor | None,
         row: Codes | None = None,
         col: Codes | None = None,
-        given: Tensor | None = None,
+        scale_source: Tensor | None = None,
         wants_amax: bool = False,
     ) -> Tensor | None:
-        """A pass; the amax of each of its programs, if it is wanted."""
+        """Launch a pass; return the amax of each of its programs if wanted."""
         copy = copy_t = NO_CODES
         if row is not None or col is not None:
             copy, copy_t = copy_arguments(row), copy_arguments(col)
             _, _, *strides = copy
             _, _, *strides_t = copy_t
-            made = made._replace(strides=tuple(strides), strides_t=tuple(strides_t))
-        launch, unit = _forward(*self.plan(made)), self.unit
-        found = None
+            pass_ = pass_._replace(strides=tuple(strides), strides_t=tuple(strides_t))
+        launch, unit = _forward(*self.plan(pass_)), self.unit
+        partials = None
         if wants_amax:
-            found = torch.empty(launch.grid[0], dtype=torch.float32, device=self.gate.device)
+            partials = torch.empty(launch.grid[0], dtype=torch.float32, device=self.gate.device)
         launch(
             *glu_kernel.tensors(
                 gate=self.gate,
@@ -285,9 +285,9 @@ class _Glu(_Call):
                 prob_ptr=self.probs,
                 groups=self.groups.ends,
                 bias_ptr=self.bias,
-                given_ptr=given,
+                given_ptr=scale_source,
                 y_ptr=y,
-                amax_ptr=found,
+                amax_ptr=partials,
                 copy=(copy.data, copy.scale),
                 copy_t=(copy_t.data, copy_t.scale),
                 alpha=unit.alpha,
@@ -295,7 +295,7 @@ class _Glu(_Call):
                 up_offset=unit.up_offset,
             )
         )
-        return found
+        return partials
 
 
 def launch_glu(o: GluOutputs, a: GluArgs) -> None:
@@ -310,7 +310,7 @@ _PLAIN = _Pass(static=False)
 
 
 class _Gradient:
-    """The gradient of x or up: which of its copies come from the kernel, and which from an fp32 gradient after it."""
+    """Gradient of x or up: some copies come from the kernel, the others are quantized later from an fp32 gradient."""
 
     def __init__(self, result: Result, options: ResultOptions, direct: tuple[bool, bool]) -> None:
         self.plain: Tensor | None = result.y
@@ -326,7 +326,7 @@ class _Gradient:
         )
 
     def finish(self) -> None:
-        """Make the copies that the kernel did not; its column-wise one stays."""
+        """Quantize the copies that the kernel did not store; a column-wise copy from the kernel is kept."""
         if self.later:
             assert self.plain is not None
             options = self.options._replace(columnwise=self.options.columnwise and self.col is None)
@@ -349,8 +349,8 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     up = dx if unit.layout == "concat" else dup
     format = options.format if any(direct) else None
     stripes = format is not None and (direct[1] or Format.of(format).block == "128x128")
-    made = _Pass(None, format, direct[0], stripes, o.probs is not None, o.bias is not None)
-    launch, blocks, row_programs = _cut(*call.plan(made))
+    pass_ = _Pass(None, format, direct[0], stripes, o.probs is not None, o.bias is not None)
+    launch, blocks, row_programs = _cut(*call.plan(pass_))
     dprobs, dbias = o.probs, None
     if o.bias is not None:
         dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
@@ -358,7 +358,7 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
         dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
-    # With dup alone, its copies lie as those of dgate would.
+    # If only dup is wanted, the strides of its copies stand in for those of dgate.
     if dx.plain is None and dx.row is None and dx.col is None:
         row, col = up_row._replace(data=None, scale=None), up_col._replace(data=None, scale=None)
     launch(

@@ -1,4 +1,4 @@
-"""The definition of what the kernels compute, in plain PyTorch: fp32, and fp64 for inputs in fp64."""
+"""Reference gated linear units in plain PyTorch, in fp32, or fp64 for fp64 inputs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .arguments import NO_RESULT, GluArgs, GluBackwardArgs, GluBackwardOutputs, 
 
 
 def _parts(a: GluArgs | GluBackwardArgs) -> tuple[Tensor, Tensor | None]:
-    """gate and up as [M, H], with their bias; no up if nothing is gated."""
+    """Return gate and up as [M, H], with their bias; up is None without a gate."""
     dtype, layout = compute_dtype(a.x), a.unit.layout
     flat = a.x.reshape(count_rows(a.x), a.x.shape[-1]).to(dtype)
     if a.bias is not None and a.groups.ends is None:
         flat = flat + a.bias.to(dtype)
-    elif a.bias is not None and a.groups.ends is not None:  # rows past the last expert have none
+    elif a.bias is not None and a.groups.ends is not None:  # rows past the last expert have no bias
         biases = torch.cat([a.bias, a.bias.new_zeros(1, flat.shape[1])])
         flat = flat + biases.to(dtype)[group_of_reference(a.groups.ends, len(flat))]
     if layout == "concat":
@@ -37,7 +37,7 @@ def _limited(gate: Tensor, up: Tensor | None, limit: float | None) -> tuple[Tens
 
 
 def glu_reference(a: GluArgs) -> GluOutputs:
-    """The definition."""
+    """Compute a gated linear unit; this defines what the kernels compute."""
     gate, up = _limited(*_parts(a), a.unit.limit)
     y, _ = activation_reference(gate, a.unit.act, a.unit.alpha)
     if up is not None:

@@ -1,1 +1,1 @@
-"""Heads made ready for attention: split, normed, rotated, transposed and cached in one pass."""
+"""Preparation of heads for attention: split, norm, rotation, transposition and caching in one pass."""

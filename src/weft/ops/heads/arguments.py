@@ -1,4 +1,4 @@
-"""What the ops of this family take and give."""
+"""Arguments and outputs of the ops on heads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .norm import Norm
 
 
 class QKV(NamedTuple):
-    """Heads for attention, in the layout that was asked for."""
+    """Heads for attention, in the requested layout."""
 
     q: Tensor
     k: Tensor
-    v: Tensor | None  # None where separate q and k came without one
+    v: Tensor | None  # None if separate q and k came without v
     gate: Tensor | None
 
 
 class Prepare(NamedTuple):
-    """The arguments of `qkv_prepare`."""
+    """Arguments of `qkv_prepare`."""
 
     x: Tensor  # the packed projection, or q
     k: Tensor | None
@@ -36,8 +36,8 @@ class Prepare(NamedTuple):
 
 
 class PrepareCached(NamedTuple):
-    """The arguments of `qkv_prepare` with caches to write to. The results are arguments too, since PyTorch's compiler
-    does not take an op that writes to some tensors and returns others."""
+    """Arguments of `qkv_prepare` with caches to write to. The results are arguments too, because PyTorch's compiler
+    rejects an op that writes to some tensors and returns others."""
 
     x: Tensor
     k: Tensor | None
@@ -47,11 +47,11 @@ class PrepareCached(NamedTuple):
     turning: Turning
     cut: Cut
     slots: Tensor
-    k_scale: Tensor | None  # given ones: one number for all of k, or one for each head
+    k_scale: Tensor | None  # fixed scales: one for all of k, or one per head
     v_scale: Tensor | None
-    scaled: str  # "none"; "token": the caches hold a scale for each token and head; "head" and "tensor": given ones
-    outputs: Written  # the members of QKV that are not None
-    caches: Written  # k, then v if it is cached, then the scales of tokens in the same order
+    scaled: str  # "none"; "token": the caches hold a scale per token and head; "head", "tensor": fixed scales
+    outputs: Written  # the fields of QKV that are not None
+    caches: Written  # k, then v if it is cached, then token scales in the same order
 
     @property
     def prepare(self) -> Prepare:
@@ -59,7 +59,7 @@ class PrepareCached(NamedTuple):
 
     @property
     def cache(self) -> Cache:
-        """The caches and their scales by name."""
+        """Return the caches and their scales by name."""
         k, *rest = self.caches
         if self.scaled != "token":
             return Cache(self.slots, k, rest[0] if rest else None, self.k_scale, self.v_scale)
@@ -70,7 +70,7 @@ class PrepareCached(NamedTuple):
 
 
 class PrepareQuantized(NamedTuple):
-    """The arguments of `qkv_prepare` whose queries and keys leave as codes."""
+    """Arguments of `qkv_prepare` with quantized queries and keys."""
 
     x: Tensor
     k: Tensor | None
@@ -79,7 +79,7 @@ class PrepareQuantized(NamedTuple):
     norm: Norm
     turning: Turning
     cut: Cut
-    format: str  # of the codes, with a scale for each head of a token
+    format: str  # of the codes, with a scale per token and head
 
     @property
     def prepare(self) -> Prepare:
@@ -87,24 +87,24 @@ class PrepareQuantized(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Heads in the layout that was asked for, queries and keys as codes."""
+    """Heads in the requested layout, with queries and keys as codes."""
 
     q: Tensor
     k: Tensor
-    q_scale: Tensor  # fp32, the shape of q without the numbers of a head
+    q_scale: Tensor  # fp32, the shape of q without its last dimension
     k_scale: Tensor
     v: Tensor | None
     gate: Tensor | None
 
 
 class PrepareBackward(NamedTuple):
-    """The arguments of the backward: gradients of what was returned, and what the forward kept."""
+    """Arguments of the backward: upstream gradients and what the forward saved."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor | None
     dgate: Tensor | None
-    x: Tensor | None  # the input of the norm, if there is one
+    x: Tensor | None  # input of the norm, if there is one
     k: Tensor | None
     bias: Tensor | None
     norm: Norm
@@ -115,9 +115,9 @@ class PrepareBackward(NamedTuple):
 
 
 class PrepareGradients(NamedTuple, Generic[G]):
-    """Gradients of the input (of q, k and v if they were apart), of the vectors of the norm and of the bias. Those of
-    separate q, k and v are computed all three if one is wanted. That of the bias of a packed projection is made of x's,
-    which is then computed too."""
+    """Gradients of the input (q, k and v if separate), of the norm's vectors and of the bias. If one of separate q, k
+    and v is needed, all three are computed. The gradient of a packed projection's bias is a sum of x's gradient, which
+    is then computed too."""
 
     x: G
     k: G
@@ -130,7 +130,7 @@ class PrepareGradients(NamedTuple, Generic[G]):
 
 
 class Rope(NamedTuple):
-    """The arguments of `rope`."""
+    """Arguments of `rope`."""
 
     x: Tensor
     turning: Turning

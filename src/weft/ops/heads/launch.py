@@ -1,4 +1,4 @@
-"""How calls are cut into programs, and launched."""
+"""Launches of the kernels on heads, and their division into programs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..common.heads import (
     PartStrides,
     Place,
     Strides,
+    contiguous_heads,
     sizes,
     stride_of,
     tokens_of,
-    with_neighbours,
 )
 from ..common.kv_cache import NO_CACHE, NOT_KEPT, Cache, CacheForms, CacheStrides, coded_strides
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials, sum_rows
-from .angles import Angles, AngleStrides, Form, Turning, alike, frequencies, turns
+from .angles import Angles, AngleStrides, Form, Turning, frequencies, matching_tables, turns
 from .arguments import (
     QKV,
     Prepare,
@@ -40,27 +40,27 @@ from .norm import NO_NORM, Norm
 
 
 class Code(NamedTuple):
-    """What decides the code of a kernel, apart from strides."""
+    """Options of a call that determine the kernel's variant, besides strides."""
 
     cut: Cut
-    v_dim: int  # 0 if value heads are not part of the call
+    v_dim: int  # 0 if the call has no value heads
     norm: str
     after: bool
-    turned: int  # how many numbers of a head are rotated; 0 without a rotation
-    interleaved: bool  # the pairs of the input
-    out_interleaved: bool  # and those of the output
+    rotated: int  # number of rotated elements of a head; 0 without a rotation
+    interleaved: bool  # input pairs
+    out_interleaved: bool  # output pairs
     first: bool
     sections: str
     inverse: bool
-    scaled: str  # how caches are, and of what their codes are
+    scaled: str  # granularity of the cache scales; next, the element of its codes
     element: str
 
     @property
     def halves(self) -> tuple[int, int]:
-        """(half, rest): how many pairs are rotated, and how many numbers are not. Without a rotation they are half of
-        the head and its odd number, if it has one."""
-        if self.turned:
-            return self.turned // 2, self.cut.dim - self.turned
+        """Return (half, rest): the number of rotated pairs, and of other elements. Without a rotation, half of the
+        head, and 1 if its dim is odd."""
+        if self.rotated:
+            return self.rotated // 2, self.cut.dim - self.rotated
         return self.cut.dim // 2, self.cut.dim % 2
 
     def sizes(self, batch: int, tokens: int) -> Sizes:
@@ -87,7 +87,7 @@ def _code(
 
 
 class HeadConfig(NamedTuple):
-    """How heads are cut: those of `tokens` tokens to a program, `heads` of each at a time."""
+    """Division of heads: `tokens` tokens per program, `heads` of each per step."""
 
     tokens: int
     heads: int
@@ -98,22 +98,22 @@ class HeadConfig(NamedTuple):
 def head_config(
     kernel: str, heads: int, pairs: int, narrowest: int, apart: bool, target: Capabilities
 ) -> HeadConfig:
-    """For tokens with so many heads of `pairs` pairs, rounded up to powers of two. `narrowest` is the width of the
-    narrowest tile; `apart`: each number has an address of its own."""
+    """Return the tile for tokens with `heads` heads of `pairs` pairs, both rounded up to powers of two. `narrowest` is
+    the width of the narrowest tile; `apart`: every element has an address of its own."""
     if target.is_cpu:
         return HeadConfig(1, 1, 4)
-    # In the narrowest tile 128 threads have 16 bytes of bf16 each, so that every access can be 128 bits wide.
+    # In the narrowest tile each of 128 threads gets 16 bytes of bf16, so that every access can be 128 bits wide.
     rows = max(1, min(1024 // narrowest, 8192 // (2 * pairs)))
     if apart:
-        # With a norm, the backward spills otherwise: compiled in full tiles 32 bytes on sm_90, in halves of them 80 on
-        # sm_120.
+        # Larger tiles make the backward with a norm spill (compiled: 32 bytes in full tiles on sm_90, 80 in half tiles
+        # on sm_120).
         rows = max(1, rows // 4)
     at_once = min(4, heads, rows)
     return HeadConfig(max(1, rows // at_once), at_once, 128 // target.warp_size)
 
 
 @remembered
-def _chosen(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch:
+def _launch_for(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch:
     cut, (_, rest) = code.cut, code.halves
     interleaved = code.interleaved and code.out_interleaved
     pairs, v_tile, gates = (
@@ -136,7 +136,7 @@ def _chosen(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch
         partial=rest > 0,
         norm=code.norm,
         after=code.after,
-        rotate=code.turned > 0,
+        rotate=code.rotated > 0,
         inverse=code.inverse,
         interleaved=code.interleaved,
         out_interleaved=code.out_interleaved,
@@ -150,19 +150,19 @@ def _chosen(kernel: Any, code: Code, align: int, target: Capabilities) -> Launch
 
 
 def _tile(size: int) -> int:
-    """`size` rounded up to a power of two; 0 for 0."""
+    """Round `size` up to a power of two; 0 stays 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def _align(code: Code, angles: AngleStrides, *places: Strides, more: tuple[int, ...] = ()) -> int:
-    """What all sizes, starts and strides are multiples of."""
+    """Return the alignment that divides all sizes, starts and strides."""
     half, rest = code.halves
-    numbers = (number for place in places for number in place)
-    return align_of(half, rest, rest // 2, code.v_dim, angles.table_batch, angles.table_row, *numbers, *more)
+    strides = (stride for place in places for stride in place)
+    return align_of(half, rest, rest // 2, code.v_dim, angles.table_batch, angles.table_row, *strides, *more)
 
 
 def _norms(norm: Norm, x: Tensor) -> tuple[Affine, Affine]:
-    """The norm of q heads and that of k heads, as kernels take them."""
+    """Return the norms of q and k heads as kernels take them."""
     if norm.kind == "none":
         return NO_AFFINE, NO_AFFINE
     eps, offset = norm.eps_for(x), norm.weight_offset
@@ -176,7 +176,7 @@ NO_AFFINE = Affine(None, None, 0.0, 0.0)
 
 
 def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float]:
-    """(turns per position, magnitude) if angles are computed in the kernel; (None, ...) with tables."""
+    """Return (turns per position, magnitude) if the kernel computes angles; (None, 1.0) with tables."""
     if not turning.dim or turning.cos is not None:
         return None, 1.0
     magnitude = frequencies(turning.base, turning.dim, turning.scaling)[1]
@@ -187,7 +187,7 @@ def _turns(turning: Turning, device: torch.device) -> tuple[Tensor | None, float
 
 
 class Forms(NamedTuple):
-    """What decides the integers of a launch."""
+    """Shapes, strides and options that determine the integers of a launch."""
 
     code: Code
     batch: int
@@ -197,16 +197,16 @@ class Forms(NamedTuple):
     table: Form | None
     positions: Form | None
     cache: CacheForms | None
-    scales: tuple[tuple[int, ...], ...]  # strides of those of q and k, if they leave as codes
+    scales: tuple[tuple[int, ...], ...]  # strides of the scales of q and k, if they are quantized
     target: Capabilities
 
 
 @remembered
 def _forward(forms: Forms) -> BoundLaunch:
-    """The launch for these forms, computed once for all calls that have them."""
+    """Bind the launch for these forms, once for all calls that share them."""
     code, cut = forms.code, forms.code.cut
     source = PartStrides.of(forms.inputs, cut)
-    to = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
+    outputs = tuple(Strides.of(strides, cut.out_layout, forms.tokens) for strides in forms.outputs)
     angles = AngleStrides.of(forms.table, forms.positions, code.sections)
     cache, q_codes = CacheStrides.of(forms.cache, cut.layout, forms.batch, forms.tokens), NOT_KEPT
     if forms.scales:
@@ -216,12 +216,12 @@ def _forward(forms: Forms) -> BoundLaunch:
             if codes is not None
         )
         cache = cache._replace(k=k_codes)
-    align = _align(code, angles, *source, *to, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
-    launch = _chosen(qkv_kernel, code, align, forms.target)
+    align = _align(code, angles, *source, *outputs, more=(cut.group_stride, *cache.k[:3], *cache.v[:3]))
+    launch = _launch_for(qkv_kernel, code, align, forms.target)
     programs = -(-forms.tokens // launch.constants["PLAN"].tokens) * forms.batch
     sizes = code.sizes(forms.batch, forms.tokens)
-    to_q, to_k, to_v, to_gate = to
-    return launch.bind(  # tensors and floats are given by each call
+    to_q, to_k, to_v, to_gate = outputs
+    return launch.bind(  # each call adds its tensors and floats
         (programs, 1, 1),
         q=source.q,
         k=source.k,
@@ -240,7 +240,7 @@ def _forward(forms: Forms) -> BoundLaunch:
 
 
 def launch_quantized(outputs: Quantized, a: PrepareQuantized) -> None:
-    """Compute q, k, v and gate of `a`, q and k as codes."""
+    """Compute q, k, v and gate of `a`, with q and k as codes."""
     q, k, q_scale, k_scale, v, gate = outputs
     cache = Cache(None, k, None, k_scale, None)
     launch_forward(QKV(q, k, v, gate), a.prepare, cache=cache, scaled="token", q_scale=q_scale)
@@ -250,18 +250,18 @@ def launch_forward(
     outputs: QKV, a: Prepare, *, cache: Cache = NO_CACHE, scaled: str = "none", q_scale: Tensor | None = None,
     inverse: bool = False,
 ) -> None:  # fmt: skip
-    """Compute q, k, v and gate of `a`, those that are not None in `outputs`. With the scales of q, q and k in `outputs`
-    are codes; the scales of k are those of the cache, which has no slots."""
+    """Compute q, k, v and gate of `a`, those that are not None in `outputs`. With `q_scale`, q and k in `outputs` are
+    codes, and the cache, which then has no slots, holds the scales of k."""
     cut, turning, device = a.cut, a.turning, a.x.device
-    x, k, v = with_neighbours(a.x), a.k, a.v
+    x, k, v = contiguous_heads(a.x), a.k, a.v
     inputs: tuple[tuple[int, ...] | None, ...] = (x.stride(), None, None)
     if cut.packing != "apart":
         k = v = x
     elif k is not None:
-        k, v = with_neighbours(k), v if v is None else with_neighbours(v)
+        k, v = contiguous_heads(k), v if v is None else contiguous_heads(v)
         inputs = (x.stride(), k.stride(), stride_of(v))
     to_q, to_k, to_v, to_gate = outputs
-    cos, sin = alike(turning.cos, turning.sin)
+    cos, sin = matching_tables(turning.cos, turning.sin)
     batch, tokens = sizes(x, cut.layout)
     target = capabilities_of(device)
     forms = Forms(
@@ -310,25 +310,25 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
     cut, norm, turning = a.cut, a.norm, a.turning
     device, target = a.dq.device, capabilities_of(a.dq.device)
     tokens = tokens_of(a.dq, cut.out_layout, a.batch)
-    apart = cut.packing == "apart"
-    upstream = [None if d is None else with_neighbours(d) for d in (a.dq, a.dk, a.dv, a.dgate)]
-    given = [Strides.of(stride_of(d), cut.out_layout, tokens) for d in upstream]
-    dq, dk, dv, dgate = map(Place, upstream, given)
-    x, k = (None if t is None else with_neighbours(t) for t in (a.x, a.k))
-    v_grad = outputs.v if apart else outputs.x
+    separate = cut.packing == "apart"
+    upstream = [None if d is None else contiguous_heads(d) for d in (a.dq, a.dk, a.dv, a.dgate)]
+    upstream_strides = [Strides.of(stride_of(d), cut.out_layout, tokens) for d in upstream]
+    dq, dk, dv, dgate = map(Place, upstream, upstream_strides)
+    x, k = (None if t is None else contiguous_heads(t) for t in (a.x, a.k))
+    v_grad = outputs.v if separate else outputs.x
     source = PartStrides.of((stride_of(x), stride_of(k), None), cut)
     into = PartStrides.of((stride_of(outputs.x), stride_of(outputs.k), stride_of(outputs.v)), cut)
-    cos, sin = alike(turning.cos, turning.sin)
+    cos, sin = matching_tables(turning.cos, turning.sin)
     angles = AngleStrides.of(Form.of(cos), Form.of(turning.positions), turning.sections)
     code = _code(cut, cut.v_dim if v_grad is not None else 0, norm, turning)
     group_stride = cut.group_stride if x is not None or outputs.x is not None else 0
-    align = _align(code, angles, *given, source.q, source.k, *into, more=(group_stride,))
-    launch = _chosen(qkv_backward_kernel, code, align, target)
+    align = _align(code, angles, *upstream_strides, source.q, source.k, *into, more=(group_stride,))
+    launch = _launch_for(qkv_backward_kernel, code, align, target)
     tiles = -(-tokens // launch.constants["PLAN"].tokens) * a.batch
     program_tiles = 1
     vectors = (outputs.q_weight, outputs.k_weight, outputs.q_bias, outputs.k_bias)
     if any(vector is not None for vector in vectors):
-        # Each program leaves a row of partial sums: only as many programs as run at the same time.
+        # Each program writes a row of partial sums: launch only as many programs as run concurrently.
         program_tiles = -(-tiles // min(tiles, target.multiprocessors * 4))
     programs = -(-tiles // program_tiles)
     partial = [
@@ -346,10 +346,10 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
             dv=dv,
             dgate=dgate,
             q=Place(x, source.q),
-            k=Place(k if apart else x, source.k),
+            k=Place(k if separate else x, source.k),
             bias_ptr=None if x is None else contiguous(a.bias),
             q_grad=Place(outputs.x, into.q),
-            k_grad=Place(outputs.k if apart else outputs.x, into.k),
+            k_grad=Place(outputs.k if separate else outputs.x, into.k),
             v_grad=Place(v_grad, into.v),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -370,7 +370,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
 
 
 def launch_rope(outputs: Rotated, a: Rope) -> None:
-    """Launch the kernel of `qkv_prepare` with x as its queries, and without keys and values."""
+    """Launch the kernel of `qkv_prepare` with x as its queries and no keys or values."""
     heads, dim = a.x.shape[LAYOUTS[a.layout][2]], a.x.shape[-1]
     cut = Cut(heads, 0, dim, dim, "apart", False, a.layout, a.out_layout)
     prepare = Prepare(a.x, None, None, None, NO_NORM, a.turning, cut)

@@ -1,4 +1,4 @@
-"""The norm of heads: over the numbers of each head of q and k."""
+"""Norm of heads, over the elements of each head of q and k."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _VECTORS = ("q_weight", "k_weight", "q_bias", "k_bias")
 
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """A norm of each head of q and of k, before or after the rotation.
+    """Norm of each head of q and k, before or after the rotation.
 
     - `kind`: "rms" or "layer".
-    - `q_weight`, `k_weight`, `q_bias`, `k_bias`: [dim of a head], or None.
-    - `eps`: None means, as for `torch.nn.RMSNorm`, the machine epsilon of the dtype.
-    - `weight_offset`: weights are multiplied as `weight + weight_offset` (Gemma, Qwen3-Next: 1).
-    - `after_rotation`: the norm comes after the rotation.
+    - `q_weight`, `k_weight`, `q_bias`, `k_bias`: [head dim], or None.
+    - `eps`: None means the machine epsilon of the dtype, as in `torch.nn.RMSNorm`.
+    - `weight_offset`: heads are multiplied by `weight + weight_offset` (Gemma, Qwen3-Next: 1).
+    - `after_rotation`: normalize after the rotation instead of before it.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -31,8 +31,8 @@ class HeadNorm:
     eps: float | None = 1e-6
     weight_offset: float = 0.0
     after_rotation: bool = False
-    argument: Norm = field(init=False, repr=False)  # this norm in the form that ops take
-    vectors: tuple[Tensor, ...] = field(init=False, repr=False)  # the weights and biases that are given
+    argument: Norm = field(init=False, repr=False)  # this norm as ops take it
+    vectors: tuple[Tensor, ...] = field(init=False, repr=False)  # the weights and biases that are not None
 
     def __post_init__(self) -> None:
         if self.kind not in ("rms", "layer"):
@@ -56,7 +56,7 @@ class HeadNorm:
 
 
 class Norm(NamedTuple):
-    """A `HeadNorm` in the form that ops take."""
+    """Arguments of a `HeadNorm`, as ops take them."""
 
     kind: str  # "none", "rms" or "layer"
     q_weight: Tensor | None
@@ -75,7 +75,7 @@ NO_NORM = Norm("none", None, None, None, None, 0.0, 0.0, False)
 
 
 def check_norm(norm: HeadNorm | None, x: Tensor, dim: int) -> Norm:
-    """The norm for heads of `dim` numbers of x, checked, in the form that ops take."""
+    """Check a norm for heads of x with `dim` elements; return it as ops take it."""
     if norm is None:
         return NO_NORM
     if not isinstance(norm, HeadNorm):

@@ -1,33 +1,33 @@
-"""Heads made ready for attention: split, norm, rotation and transposition of queries and keys in one pass.
+"""Preparation of heads for attention: split, norm, rotation and transposition of queries and keys in one pass.
 
     q, k, v[, gate] = split(qkv + bias)        "flat" [q.. | k.. | v..], or "groups" of [q q q q k v]
-    q = norm(q) * (q_weight + weight_offset) + q_bias              rms or layer, over a head; k in the same way
+    q = norm(q) * (q_weight + weight_offset) + q_bias              rms or layer, over a head; likewise for k
     (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
     out = round(·)                             to the dtype of the input, in the layout of the output
 
-Pairs are (i, i + n/2) of the n rotated numbers ("neox") or (2i, 2i + 1) ("interleaved"); they may be read in one of
-these styles and written in the other. The norm comes before the rotation, or after it.
+Pairs are (i, i + n/2) of the n rotated elements ("neox") or (2i, 2i + 1) ("interleaved"); they may be read in one
+style and written in the other. The norm comes before the rotation, or after it.
 
-All of it in fp32 with one rounding to each stored tensor. Backward turns the gradients back (by -sin) and goes
-through the norm, whose statistics are computed again from the input, into one packed gradient:
+All arithmetic is fp32, with one rounding per stored tensor. Backward rotates the gradients back (by -sin), recomputes
+the statistics of the norm from its input, and writes one packed gradient:
 
-    z = the normalised head, r = 1 / its deviation, g = gradient of norm's result, t = g * (weight + weight_offset)
+    z = the normalized head, r = 1 / its deviation, g = gradient of norm's result, t = g * (weight + weight_offset)
     dx = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
     dweight = sum g * z      dbias = sum g     fp32 partial sums of each program, added up in order
 
-The gradient of the projection's bias is the sum over all tokens of the packed gradient as it is rounded, in fp32 and in
-a fixed order, which is what the projection itself would make of it. That takes one more read of the gradient. Sums in
-the kernel would save it, but a program has a few tokens and all columns at a time: no registers hold their sums.
+The gradient of the projection's bias is the sum over all tokens of the rounded packed gradient, in fp32 and in a fixed
+order, as the projection itself would compute it. That reads the gradient once more. Summing in the kernel would avoid
+the read, but a program handles a few tokens and all columns, whose sums do not fit in registers.
 
-For decoding, k and v are also written to a cache in the same pass, each token to its slot: as they are returned, or as
-e4m3 or int8 codes made of the fp32 numbers before their rounding, with one scale for each token and head or with given
-ones (127 in place of 448 for int8):
+For decoding, the same pass also writes k and v to a cache, each token to its slot: as they are returned, or as e4m3 or
+int8 codes computed from the unrounded fp32 values, with one scale per token and head or with fixed scales (127 in place
+of 448 for int8):
 
     scale = 1 / (448 / amax)      code = e4m3(x * (448 / amax))         `weft.quantize(x, "e4m3:row:te")` of fp32 heads
-    scale given                   code = e4m3(x / scale)
+    fixed scale                   code = e4m3(x / scale)
 
-For attention in eight bits, q and k leave as codes with a scale for each token and head, made in the same way, and are
-not written in another form.
+For attention in eight bits, q and k are returned as codes with one scale per token and head, computed in the same way,
+and are stored in no other form.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _allocate(a: Prepare) -> QKV:
     )
 
 
-class _Kept(NamedTuple):
-    args: PrepareBackward  # gradients and needs are not known yet
+class _Saved(NamedTuple):
+    args: PrepareBackward  # gradients and needs are filled in later
     tokens: int
     has_v: bool
 
@@ -155,39 +155,41 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
     def reference(self, a: Prepare) -> QKV:
         return qkv_prepare_reference(a)
 
-    def keep(self, a: Prepare, outputs: QKV) -> _Kept:
+    def keep(self, a: Prepare, outputs: QKV) -> _Saved:
         normed = a.norm.kind != "none"
         batch, tokens = sizes(a.x, a.cut.layout)
-        # A rotation alone needs nothing of its input.
+        # The backward of a rotation does not need its input.
         x, k = (a.x, a.k) if normed else (None, None)
         args = PrepareBackward(
             LATER, LATER, None, None, x, k, a.bias, a.norm, a.turning, a.cut, batch, later(PrepareGradients)
         )  # fmt: skip
-        return _Kept(args, tokens, outputs.v is not None)
+        return _Saved(args, tokens, outputs.v is not None)
 
     def backward(self, b: Backward) -> Gradients:
-        kept: _Kept = b.kept
-        args, needs, grads = kept.args, b.needs, b.grads
+        saved: _Saved = b.kept
+        args, needs, grads = saved.args, b.needs, b.grads
         cut = args.cut
-        some: Tensor = next(g for g in grads if g is not None)
+        any_grad: Tensor = next(g for g in grads if g is not None)
 
-        def given(grad: Tensor | None, heads: int, dim: int) -> Tensor:
+        def grad_or_zeros(grad: Tensor | None, heads: int, dim: int) -> Tensor:
             if grad is not None:
                 return grad
-            return some.new_zeros(dim).expand(shape_of(cut.out_layout, args.batch, kept.tokens, heads, dim))
+            return any_grad.new_zeros(dim).expand(
+                shape_of(cut.out_layout, args.batch, saved.tokens, heads, dim)
+            )
 
         needs_x = needs.x or needs.k or needs.v or needs.bias
-        apart = needs_x and cut.packing == "apart"
-        found = qkv_prepare_backward_op(
+        separate = needs_x and cut.packing == "apart"
+        grads_in = qkv_prepare_backward_op(
             args._replace(
-                dq=given(grads.q, cut.q, cut.dim),
-                dk=given(grads.k, cut.kv, cut.dim),
-                dv=given(grads.v, cut.kv, cut.v_dim) if kept.has_v else None,
-                dgate=given(grads.gate, cut.q, cut.dim) if cut.gate else None,
+                dq=grad_or_zeros(grads.q, cut.q, cut.dim),
+                dk=grad_or_zeros(grads.k, cut.kv, cut.dim),
+                dv=grad_or_zeros(grads.v, cut.kv, cut.v_dim) if saved.has_v else None,
+                dgate=grad_or_zeros(grads.gate, cut.q, cut.dim) if cut.gate else None,
                 needs=PrepareGradients(
                     x=needs_x,
-                    k=apart,
-                    v=apart and kept.has_v,
+                    k=separate,
+                    v=separate and saved.has_v,
                     q_weight=needs.norm_q_weight,
                     k_weight=needs.norm_k_weight,
                     q_bias=needs.norm_q_bias,
@@ -197,14 +199,14 @@ class QkvPrepareOp(Op[Prepare, QKV], name="qkv_prepare", variants=64, differenti
             )
         )
         return {
-            "x": found.x if needs.x else None,
-            "k": found.k if needs.k else None,
-            "v": found.v if needs.v else None,
-            "norm_q_weight": found.q_weight,
-            "norm_k_weight": found.k_weight,
-            "norm_q_bias": found.q_bias,
-            "norm_k_bias": found.k_bias,
-            "bias": found.bias,
+            "x": grads_in.x if needs.x else None,
+            "k": grads_in.k if needs.k else None,
+            "v": grads_in.v if needs.v else None,
+            "norm_q_weight": grads_in.q_weight,
+            "norm_k_weight": grads_in.k_weight,
+            "norm_q_bias": grads_in.q_bias,
+            "norm_k_bias": grads_in.k_bias,
+            "bias": grads_in.bias,
         }
 
     def shard(self, a: Prepare) -> Sharding:
@@ -280,37 +282,35 @@ def qkv_prepare(
     layout: Layout = "bshd",
     out_layout: Layout | None = None,
 ) -> QKV:
-    """q, k and v for attention, and the gate if there is one: split, normed, rotated and transposed in one pass.
+    """Split, normalize, rotate and transpose q, k, v and an optional gate for attention in one pass.
 
-    **Input.** One packed projection `qkv`, [batch, sequence, width] with `layout="bshd"`, [sequence, batch, width] with
-    "sbhd", or [tokens, width], which `heads`, a `weft.Heads`, says how to cut. Or `qkv` is q, and k and v are given:
-    [batch, sequence, heads, dim] or as `layout` says, three-dimensional with "thd"; v may be missing, and `heads` is
-    needed only if the query heads have gates. bf16, fp16 or fp32, of any strides.
+    **Input.** Either one packed projection `qkv`, [batch, sequence, width] with `layout="bshd"`, [sequence, batch,
+    width] with "sbhd", or [tokens, width], which is split according to `heads`, a `weft.Heads`. Or `qkv` is q, with
+    separate k and v: [batch, sequence, heads, dim] or in `layout`, three-dimensional with "thd"; v may be None, and
+    `heads` is needed only if the query heads have gates. bf16, fp16 or fp32, any strides.
 
-    - `bias`: that of the packed projection, [width] (Qwen2); bf16, fp16 or fp32. It is added in fp32 before everything
-      else, to v and the gates as well. It does not go with separate q, k and v, where each projection adds its own.
+    - `bias`: bias of the packed projection, [width] (Qwen2); bf16, fp16 or fp32. It is added first, in fp32, also to v
+      and the gates. It does not go with separate q, k and v, whose projections add their own.
     - `norm`: a `weft.HeadNorm` of each head of q and k.
     - `rotation`: a `weft.Rotation` of each head of q and k.
-    - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed sequences and for sequences in parts; 0,
-      1, 2… by default. A position that a table has no row for gives NaN. [3, …] for a rotation with sections.
+    - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed or partial sequences; 0, 1, 2… by default.
+      A position without a row in the table gives NaN. [3, …] for a rotation with sections.
 
-    **Output** in the dtype of the input, a `QKV` of q, k, v and gate: [batch, sequence, heads, dim], or as `out_layout`
-    says ("thd" joins batch and sequence); that of the input by default. v is None if it was not given, and gate if
-    there is none. Everything is fp32 until the one rounding of each result.
+    **Output**: a `QKV` of q, k, v and gate in the dtype of the input: [batch, sequence, heads, dim], or in `out_layout`
+    ("thd" joins batch and sequence), which defaults to the input's. v is None if it was not passed, gate if there is
+    none. Everything is fp32 until the one rounding of each result.
 
-    **Cache**, for inference: k and v are also written to `cache`, a `weft.KVCache`, in the same launch, and returned
-    all the same.
+    **Cache**, for inference: the same launch also writes k and v to `cache`, a `weft.KVCache`; they are returned all
+    the same.
 
-    - `slots`: int32 or int64, one for each token: [batch, sequence], [sequence, batch] with `layout="sbhd"`, or all of
-      them in this order in one dimension. In a paged cache it is page * page_size + place. -1 writes nothing, and
-      neither does any other number that is no slot of the cache. Two tokens with one slot are a mistake: the slot then
-      holds some of each.
-    - Caches have no gradients, and a call that writes to them gives none: where gradients are on and an input requires
-      one, it is refused.
+    - `slots`: int32 or int64, one per token: [batch, sequence], [sequence, batch] with `layout="sbhd"`, or flattened in
+      this order. In a paged cache a slot is page * page_size + place. -1 and any other number that is no slot of the
+      cache write nothing. Two tokens must not share a slot, which would then hold some elements of each.
+    - A call that writes to a cache has no gradients: it raises if grad mode is on and an input requires a gradient.
 
-    **Codes**, for inference: with `quantize="e4m3:row"` or "int8:row" q and k are `QTensor`s with a scale for each head
-    of a token, made of the fp32 numbers, as `weft.attention` multiplies them. Keys are not smoothed: their mean over
-    tokens is not known before the last one. v stays as it is, since its scales are those of a whole sequence.
+    **Codes**, for inference: with `quantize="e4m3:row"` or "int8:row", q and k are `QTensor`s with one scale per token
+    and head, computed from fp32, as `weft.attention` multiplies them. Keys are not smoothed: their mean over tokens is
+    not known before the last one. v is not quantized, since its scales span a whole sequence.
 
     >>> import torch, weft
     >>> heads, rotation = weft.Heads(q=4, kv=2, dim=64), weft.Rotation(10000.0)
@@ -334,14 +334,14 @@ def qkv_prepare(
     cut = (
         _cut_packed(qkv, heads, layout, out_layout)
         if k is None
-        else _cut_apart(qkv, k, v, heads, layout, out_layout)
+        else _cut_separate(qkv, k, v, heads, layout, out_layout)
     )
     if k is None and v is not None:
-        raise ValueError("v is given without k: give both, or one packed tensor")
+        raise ValueError("v is given without k: pass both, or one packed tensor")
     if bias is not None:
         if k is not None:
             raise ValueError(
-                "bias= is that of a packed projection; q, k and v are given apart: add each bias in its own projection"
+                "bias= is the bias of a packed projection; for separate q, k and v, add each bias in its own projection"
             )
         check_tensor("bias", bias, FLOATS, qkv.device, (cut.width,))
     if cut.out_layout not in LAYOUTS:
@@ -360,7 +360,7 @@ def qkv_prepare(
     if cache is not None:
         return _prepare_cached(a, cache, slots)
     if slots is not None:
-        raise ValueError("slots go with a cache=")
+        raise ValueError("slots go with a cache=: pass one, or no slots")
     return qkv_prepare_op(a)
 
 
@@ -381,18 +381,20 @@ def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None) 
     f = Format.of(format)
     if f not in (E4M3, INT8):
         raise ValueError(
-            f"queries and keys for attention are quantised as {E4M3.spec} or {INT8.spec}, a scale for each head of a "
-            f"token; got {f.spec}"
+            f"queries and keys for attention are quantized as {E4M3.spec} or {INT8.spec}, with a scale per token and "
+            f"head; got {f.spec}"
         )
     if cache is not None:
-        raise ValueError("quantize= does not go with a cache: give one of them")
+        raise ValueError("quantize= does not go with a cache: pass only one of them")
     _refuse_gradients(a, "quantize=")
-    made = qkv_prepare_quantized_op(PrepareQuantized(*a, f.spec))
+    outputs = qkv_prepare_quantized_op(PrepareQuantized(*a, f.spec))
 
-    def joined(codes: Tensor, scale: Tensor) -> QTensor:
+    def qtensor(codes: Tensor, scale: Tensor) -> QTensor:
         return QTensor(codes.shape, a.x.dtype, f, Codes(codes.flatten(0, -2), scale.view(-1, 1)))
 
-    return QKV(joined(made.q, made.q_scale), joined(made.k, made.k_scale), made.v, made.gate)
+    return QKV(
+        qtensor(outputs.q, outputs.q_scale), qtensor(outputs.k, outputs.k_scale), outputs.v, outputs.gate
+    )
 
 
 def _refuse_gradients(a: Prepare, option: str, *written: Tensor) -> None:
@@ -402,49 +404,49 @@ def _refuse_gradients(a: Prepare, option: str, *written: Tensor) -> None:
     for t in (a.x, a.k, a.v, *vectors, *written):
         if t is not None and t.requires_grad:
             raise ValueError(
-                f"qkv_prepare with {option} is for inference: a gradient is wanted, which it does not give. Call it "
-                f"under torch.no_grad(), or without {option}"
+                f"qkv_prepare with {option} is for inference, but an input requires a gradient. Call it under "
+                f"torch.no_grad(), or without {option}"
             )
 
 
 def _cut_packed(qkv: Tensor, heads: Heads | None, layout: str, out_layout: str | None) -> Cut:
     if heads is None:
-        raise ValueError("a packed qkv is cut by heads=weft.Heads(q=..., kv=..., dim=...)")
-    given = layout_of(qkv, layout, 3)
-    if given == "bhsd":
+        raise ValueError("a packed qkv needs heads=weft.Heads(q=..., kv=..., dim=...)")
+    in_layout = layout_of(qkv, layout, 3)
+    if in_layout == "bhsd":
         raise ValueError(
-            "a packed qkv is [batch, sequence, width] ('bshd') or [sequence, batch, width] ('sbhd')"
+            "a packed qkv must be [batch, sequence, width] ('bshd') or [sequence, batch, width] ('sbhd')"
         )
     cut = Cut(
-        heads.q, heads.kv, heads.dim, heads.v_dim, heads.packing, heads.gate, given, out_layout or given
+        heads.q, heads.kv, heads.dim, heads.v_dim, heads.packing, heads.gate, in_layout, out_layout or in_layout
     )  # fmt: skip
     if qkv.shape[-1] != cut.width:
         raise ValueError(
-            f"{cut.q} heads and {cut.kv} of k and v take {cut.width} columns; qkv has {qkv.shape[-1]}"
+            f"{cut.q} query heads and {cut.kv} of k and v take {cut.width} columns; qkv has {qkv.shape[-1]}"
         )
     return cut
 
 
-def _cut_apart(
+def _cut_separate(
     q: Tensor, k: Tensor, v: Tensor | None, heads: Heads | None, layout: str, out_layout: str | None
 ) -> Cut:
-    """Of separate q, k and v."""
-    given = layout_of(q, layout, 4)
-    at = LAYOUTS[given][2]
+    """Return the `Cut` of separate q, k and v, checked."""
+    source = layout_of(q, layout, 4)
+    axis = LAYOUTS[source][2]
     for name, part in (("k", k), ("v", v)):
         if part is not None:
             check_tensor(name, part, (q.dtype,), q.device)
             if part.dim() != q.dim():
                 raise ValueError(
-                    f"{name} must have the dimensions of q, {tuple(q.shape)}; got {tuple(part.shape)}"
+                    f"{name} must have as many dimensions as q {tuple(q.shape)}; got {tuple(part.shape)}"
                 )
-            if sizes(part, given) != sizes(q, given) or part.shape[at] != k.shape[at]:
+            if sizes(part, source) != sizes(q, source) or part.shape[axis] != k.shape[axis]:
                 raise ValueError(
                     f"{name} {tuple(part.shape)} does not go with q {tuple(q.shape)} and k {tuple(k.shape)}"
                 )
     gate = heads is not None and heads.gate
     v_dim = k.shape[-1] if v is None else v.shape[-1]
-    cut = Cut(q.shape[at], k.shape[at], k.shape[-1], v_dim, "apart", gate, given, out_layout or given)
+    cut = Cut(q.shape[axis], k.shape[axis], k.shape[-1], v_dim, "apart", gate, source, out_layout or source)
     if heads is not None:
         for name in ("q", "kv", "dim", "v_dim"):
             if getattr(heads, name) != getattr(cut, name) and not (name == "v_dim" and v is None):
@@ -452,9 +454,11 @@ def _cut_apart(
                     f"heads has {name}={getattr(heads, name)}, but the tensors have {getattr(cut, name)}"
                 )
     if q.shape[-1] != cut.q_dim:
-        raise ValueError(f"heads of q have {q.shape[-1]} numbers, and those of k {cut.dim}")
+        raise ValueError(
+            f"heads of q must have {cut.q_dim} elements for heads of k with {cut.dim}; got {q.shape[-1]}"
+        )
     if cut.kv and cut.q % cut.kv:
         raise ValueError(
-            f"heads of q must be a multiple of those of k, as many share one of k and v; got {cut.q} and {cut.kv}"
+            f"the number of heads of q must be a multiple of that of k; got {cut.q} and {cut.kv}"
         )
     return cut

@@ -1,4 +1,4 @@
-"""The definition of what the kernels compute, in plain PyTorch: fp32, and fp64 for inputs in fp64."""
+"""Reference of the ops on heads, in plain PyTorch: fp32, and fp64 for fp64 inputs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def rotated(x: Tensor, angles: CosSin | None, turning: Turning, inverse: bool = False) -> Tensor:
-    """x [batch, sequence, heads, numbers] with its pairs turned by the angles, or back by them, and written where the
-    rotation writes them, or back where it reads them."""
+    """Rotate the pairs of x [batch, sequence, heads, dim] and write them in the output style; with `inverse`, rotate
+    back and write them in the input style."""
     if angles is None:
         return x
     cos, sin = angles
@@ -40,25 +40,25 @@ def rotated(x: Tensor, angles: CosSin | None, turning: Turning, inverse: bool = 
         sin, style, out_style = -sin, out_style, style
     rest = x.shape[-1] - turning.dim
     start = 0 if turning.first else rest
-    before, turned, after = x.split((start, turning.dim, rest - start), -1)
-    a, b = turned.chunk(2, -1) if style == "neox" else (turned[..., 0::2], turned[..., 1::2])
+    before, part, after = x.split((start, turning.dim, rest - start), -1)
+    a, b = part.chunk(2, -1) if style == "neox" else (part[..., 0::2], part[..., 1::2])
     pair = [a * cos - b * sin, b * cos + a * sin]
-    turned = torch.cat(pair, -1) if out_style == "neox" else torch.stack(pair, -1).flatten(-2)
-    return torch.cat([before, turned, after], -1)
+    part = torch.cat(pair, -1) if out_style == "neox" else torch.stack(pair, -1).flatten(-2)
+    return torch.cat([before, part, after], -1)
 
 
 def _normalized(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """(z, r): the normalised heads, and 1 / their deviation."""
-    centred = x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
-    r = 1.0 / torch.sqrt(centred.square().mean(-1, keepdim=True) + norm.eps_for(x))
-    return centred * r, r
+    """Return (z, r): the normalized heads, and 1 / their deviation."""
+    centered = x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
+    r = 1.0 / torch.sqrt(centered.square().mean(-1, keepdim=True) + norm.eps_for(x))
+    return centered * r, r
 
 
 # ---- forward --------------------------------------------------------------------------------------------
 
 
 def _biased(parts: Parts, bias: Tensor | None, cut: Cut, dtype: torch.dtype) -> Parts:
-    """The heads of a packed input with their bias, in this dtype."""
+    """Add the bias to the heads of a packed input, in this dtype."""
     if bias is None:
         return parts
     biases = split(bias.to(dtype)[None, None], None, None, cut._replace(layout="bshd"))
@@ -70,7 +70,7 @@ def _biased(parts: Parts, bias: Tensor | None, cut: Cut, dtype: torch.dtype) -> 
 
 
 def _prepared(a: Prepare) -> Parts:
-    """q, k, v and gate [batch, sequence, heads, numbers], not rounded yet."""
+    """Return q, k, v and gate [batch, sequence, heads, dim], not rounded yet."""
     dtype = compute_dtype(a.x)
     angles = reference_angles(a.turning, sizes(a.x, a.cut.layout)[1], dtype, a.x.device)
     q, k, v, gate = _biased(split(a.x, a.k, a.v, a.cut), a.bias, a.cut, dtype)
@@ -111,32 +111,32 @@ def qkv_prepare_cached_reference(a: PrepareCached) -> None:
 
 
 def _store_reference(a: PrepareCached, k: Tensor, v: Tensor | None) -> None:
-    """Write k and v [batch, sequence, heads, numbers], not rounded yet, to their slots."""
+    """Write k and v [batch, sequence, heads, dim], not rounded yet, to their slots."""
     cache = a.cache
     batch, tokens = sizes(a.x, a.cut.layout)
     slots = a.slots.view(tokens, batch).t() if a.cut.layout == "sbhd" else a.slots
     slot = slots.long().flatten()
     shape = a.caches[0].shape
     size = shape[1] if len(shape) == 4 else 1
-    inside = (slot >= 0) & (slot < shape[0] * size)
-    slot = slot[inside]
-    where = (slot // size, slot % size) if len(shape) == 4 else (slot,)
+    in_cache = (slot >= 0) & (slot < shape[0] * size)
+    slot = slot[in_cache]
+    index = (slot // size, slot % size) if len(shape) == 4 else (slot,)
     for value, into, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         if into is None or value is None:
             continue
-        kept = value.flatten(0, 1)[inside]  # [tokens, heads, numbers]
+        tokens_in_cache = value.flatten(0, 1)[in_cache]  # [tokens, heads, dim]
         if scale is None:
-            into[where] = kept.to(into.dtype)
+            into[index] = tokens_in_cache.to(into.dtype)
             continue
         f = format_of(into.dtype)
         assert f is not None
         if a.scaled == "token":
-            codes, made = quantize_copy(kept.float().flatten(0, 1), f)[:2]
-            scale[where] = made.view(kept.shape[:2])
+            codes, scales = quantize_copy(tokens_in_cache.float().flatten(0, 1), f)[:2]
+            scale[index] = scales.view(tokens_in_cache.shape[:2])
         else:
-            own = scale if scale.dim() == 0 else scale[:, None]
-            codes = encode_reference(kept.float() / own, f.number)
-        into.view(torch.uint8)[where] = codes.view(torch.uint8).view(kept.shape)
+            divisor = scale if scale.dim() == 0 else scale[:, None]
+            codes = encode_reference(tokens_in_cache.float() / divisor, f.number)
+        into.view(torch.uint8)[index] = codes.view(torch.uint8).view(tokens_in_cache.shape)
 
 
 def qkv_prepare_quantized_reference(a: PrepareQuantized) -> Quantized:
@@ -196,7 +196,7 @@ def qkv_prepare_backward_reference(a: PrepareBackward) -> PrepareGradients:
 
 
 def _by_token(d: Tensor, out_layout: str, batch: int) -> Tensor:
-    """An upstream gradient as [batch, sequence, heads, numbers]."""
+    """Return an upstream gradient as [batch, sequence, heads, dim]."""
     if out_layout == "thd":
         return d.view(batch, tokens_of(d, out_layout, batch), *d.shape[1:])
     return canonical(d, out_layout)
@@ -205,7 +205,7 @@ def _by_token(d: Tensor, out_layout: str, batch: int) -> Tensor:
 def _heads_backward(
     d: Tensor, x: Tensor | None, weight: Tensor | None, angles: CosSin | None, a: PrepareBackward
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the heads, of their weight and of their bias."""
+    """Return the gradients of the heads, their weight and their bias."""
     dtype, norm = compute_dtype(d), a.norm
     rounded, d = d.dtype, d.to(dtype)
     dweight = dbias = None
@@ -227,7 +227,7 @@ def _heads_backward(
 
 
 def _joined(parts: Parts, cut: Cut) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of a packed input; or those of q, k and v."""
+    """Return the gradient of a packed input, or the gradients of q, k and v."""
     both = parts.q if parts.gate is None else torch.cat([parts.q, parts.gate], -1)
     if cut.packing == "apart":
         dq, dk, dv = (

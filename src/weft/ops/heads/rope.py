@@ -1,9 +1,9 @@
-"""The rotation of one tensor of heads.
+"""Rotation of one tensor of heads.
 
     (a, b) = (a cos - b sin, b cos + a sin)    of each pair (a, b) of the rotated part of a head
     y = round(.)                               to the dtype of x, in the layout of the output
 
-Pairs, styles and angles are those of `qkv`. All of it in fp32 with one rounding. Backward turns the gradient by -sin:
+Pairs, styles and angles are as in `qkv`. All arithmetic is fp32, with one rounding. Backward rotates by -sin:
 
     (da, db) = (da cos + db sin, db cos - da sin)
 """
@@ -64,10 +64,10 @@ def rope(
     out_layout: Layout | None = None,
     inverse: bool = False,
 ) -> Tensor:
-    """The rotation of `qkv_prepare` for one tensor of heads: [batch, sequence, heads, dim], or as `layout` says.
+    """Rotate one tensor of heads as `qkv_prepare` does: [batch, sequence, heads, dim], or in `layout`.
 
-    `rotation` and `positions` are those of `qkv_prepare`; `inverse` turns the other way, as backward does, and
-    writes pairs where the rotation reads them. The result is in `out_layout`, by default that of x.
+    `rotation` and `positions` are as in `qkv_prepare`; `inverse` rotates the other way, as backward does, and writes
+    pairs where the rotation reads them. The result is in `out_layout`, by default the layout of x.
 
     >>> import torch, weft
     >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head
@@ -77,11 +77,11 @@ def rope(
             [[0.5403, 0.8415]]])
     """
     check_input("x", x)
-    given = layout_of(x, layout, 4)
-    wanted = given if out_layout is None else out_layout
-    if wanted not in LAYOUTS or (given == "thd") != (wanted == "thd"):
-        raise ValueError(f"out_layout {wanted!r} does not go with an x in {given!r}")
+    in_layout = layout_of(x, layout, 4)
+    result_layout = in_layout if out_layout is None else out_layout
+    if result_layout not in LAYOUTS or (in_layout == "thd") != (result_layout == "thd"):
+        raise ValueError(f"out_layout {result_layout!r} does not go with an x in {in_layout!r}")
     if rotation is None:
-        raise ValueError("a rotation is needed: weft.Rotation(base), or weft.Rotation(cos=..., sin=...)")
-    turning = check_rotation(rotation, positions, x, x.shape[-1], *sizes(x, given))
-    return rope_op(Rope(x, turning, given, wanted, inverse)).y
+        raise ValueError("a rotation is needed: pass weft.Rotation(base) or weft.Rotation(cos=..., sin=...)")
+    turning = check_rotation(rotation, positions, x, x.shape[-1], *sizes(x, in_layout))
+    return rope_op(Rope(x, turning, in_layout, result_layout, inverse)).y

@@ -1,4 +1,4 @@
-"""How heads are sharded: by batch, by sequence, or by heads."""
+"""Sharding of heads: by batch, by sequence, or by heads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from .angles import Turning
 from .arguments import Prepare, Rope
 
 WHOLE = {
-    "d": "a head is normed and rotated as a whole",
-    "f": "the angles of a head go with all of it",
+    "d": "a head is normalized and rotated as a whole",
+    "f": "a head needs all of its angles",
     "p": "positions are looked up in the whole table",
     "three": "a token has three positions",
 }
@@ -18,9 +18,9 @@ def _dimensions(layout: str) -> str:
     return " ".join(layout.replace("t", "s"))
 
 
-def _of_turning(turning: Turning) -> tuple[dict[str, str], dict[str, str]]:
-    """(inputs, counted) of `Sharding` for a rotation: the dimensions of its tables and positions; and, without
-    positions, the dimension along which they count from 0."""
+def _rotation_dimensions(turning: Turning) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (inputs, counted) of `Sharding` for a rotation: the dimensions of its tables and positions, and without
+    positions the dimension along which they count from 0."""
     inputs = {}
     if turning.positions is not None:
         lead = ["three"] if turning.sections else []
@@ -38,26 +38,26 @@ def _of_turning(turning: Turning) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def shard_rope(a: Rope) -> Sharding:
-    inputs, counted = _of_turning(a.turning)
+    inputs, counted = _rotation_dimensions(a.turning)
     return Sharding(
         {"x": _dimensions(a.layout), **inputs}, {"y": _dimensions(a.out_layout)}, WHOLE, counted=counted
     )
 
 
 def shard_prepare(a: Prepare) -> Sharding:
-    inputs, counted = _of_turning(a.turning)
-    cut, of_x, whole = a.cut, _dimensions(a.cut.layout), dict(WHOLE)
+    inputs, counted = _rotation_dimensions(a.turning)
+    cut, of_x, unsplit = a.cut, _dimensions(a.cut.layout), dict(WHOLE)
     columns = "h" if cut.packing == "groups" else "w"
     if cut.packing != "apart":
         of_x = of_x.replace("h d", columns)
-        whole["w"] = "q, k and v follow each other in it. Give them apart, or with packing='groups'"
+        unsplit["w"] = "it holds q, k and v one after another. Pass them separately, or with packing='groups'"
     if cut.layout != "thd" and cut.out_layout == "thd":
-        whole |= dict.fromkeys("bs", "out_layout='thd' joins batch and sequence")
+        unsplit |= dict.fromkeys("bs", "out_layout='thd' joins batch and sequence")
     vectors = ("norm_q_weight", "norm_k_weight", "norm_q_bias", "norm_k_bias")
     return Sharding(
         {"x": of_x, "k": of_x, "v": of_x, "bias": columns, **dict.fromkeys(vectors, "d"), **inputs},
         dict.fromkeys(("q", "k", "v", "gate"), _dimensions(cut.out_layout)),
-        whole,
+        unsplit,
         counted=counted,
         sizes={"cut_q": "h", "cut_kv": "h"},
     )

@@ -1,1 +1,1 @@
-"""Losses and log-probabilities over a vocabulary, whole or sharded."""
+"""Losses and log-probabilities over a vocabulary, on one rank or sharded over several."""

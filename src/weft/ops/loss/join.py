@@ -1,4 +1,4 @@
-"""The statistics of splits of a vocabulary joined by a kernel, and what kernels of losses share."""
+"""The kernel that joins the statistics of vocabulary splits, and constants that the loss kernels share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles.softmax import LOWEST, merge_moments, merge_squares
 from .statistics import Softmax, Statistics, TokenResults, Wanted
 
-# What is done to logits before the softmax.
+# Transformation of the logits before the softmax.
 PLAIN = tl.constexpr(0)
 
 
@@ -22,11 +22,11 @@ SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 
 
-FEW = tl.constexpr(3)  # the number of statistics that are always computed: largest, total, picked
+FEW = tl.constexpr(3)  # statistics that are always computed: largest, total, picked
 
 
 class JoinConfig(NamedTuple):
-    """How tokens are cut: `rows` of them to a program that reads their statistics."""
+    """Launch configuration of kernels over token statistics: each program handles `rows` tokens."""
 
     rows: int
     num_warps: int
@@ -34,12 +34,12 @@ class JoinConfig(NamedTuple):
 
 @choice("statistics", rows=(32, 1024), num_warps=(1, 16))
 def join_config(kernel: str, target: Capabilities) -> JoinConfig:
-    """For "join", of the statistics of splits, or "factors", of the gradient of logits."""
+    """Return the configuration of the kernel "join" (statistics of splits) or "factors" (gradient of logits)."""
     return JoinConfig(128, 4)
 
 
 class Scaling(NamedTuple):
-    """What a kernel does to logits before the softmax."""
+    """Softcap and scale that a kernel applies to logits before the softmax."""
 
     softcap: Any
     scale: Any
@@ -49,10 +49,10 @@ class Scaling(NamedTuple):
 @kernel
 def _join_statistics_kernel(
     target_ptr,  # [rows]
-    order_ptr,  # int32 [rows + 1], the order in which stats has the tokens; None if it is their own
+    order_ptr,  # int32 [rows + 1], the order of the tokens in stats; None if stats has them in their own order
     stats_ptr,  # fp32 [parts, STATS, rows]
-    joined_ptr,  # fp32 [STATS, rows] to write joined statistics to, or None to write results
-    # The results, fp32 [rows] each, or None
+    joined_ptr,  # fp32 [STATS, rows], output for joined statistics; None to write results instead
+    # Results, fp32 [rows] each, or None
     logprob_ptr,
     lse_ptr,
     entropy_ptr,
@@ -72,17 +72,17 @@ def _join_statistics_kernel(
     SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Join the statistics of all parts, in order; store them, or the results computed from them."""
+    """Join the statistics of all parts in order, and store either them or the results computed from them."""
     STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    apart = rows.to(tl.int64)  # statistics of a row; some multiples of it do not fit 32 bits
-    exists = number < rows
-    row = number
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    stride = rows.to(tl.int64)  # int64: multiples of it may exceed 32 bits
+    exists = position < rows
+    row = position
     if order_ptr is not None:
-        row = tl.load(order_ptr + number, mask=exists, other=0).to(tl.int64)
+        row = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
     y = tl.load(target_ptr + row, mask=exists, other=0)
     if order_ptr is not None:
-        live = number < tl.load(order_ptr + rows)
+        live = position < tl.load(order_ptr + rows)
     else:
         live = exists & (y != ignore_index) & (y >= 0) & (y < vocab)
     largest = tl.full((ROWS,), LOWEST, tl.float32)
@@ -95,61 +95,61 @@ def _join_statistics_kernel(
     squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)
     for part in range(parts):
-        in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * apart + number
+        in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * stride + position
         largest2 = tl.load(in_ptr, mask=live, other=LOWEST)
-        total2 = tl.load(in_ptr + apart, mask=live, other=0.0)
-        picked += tl.load(in_ptr + 2 * apart, mask=live, other=0.0)
+        total2 = tl.load(in_ptr + stride, mask=live, other=0.0)
+        picked += tl.load(in_ptr + 2 * stride, mask=live, other=0.0)
         moment2 = tl.zeros((ROWS,), tl.float32)
         if ENTROPY:
-            moment2 = tl.load(in_ptr + FEW * apart, mask=live, other=0.0)
+            moment2 = tl.load(in_ptr + FEW * stride, mask=live, other=0.0)
         if SPREAD:
-            more_ptr = in_ptr + (FEW + ENTROPY) * apart
+            more_ptr = in_ptr + (FEW + ENTROPY) * stride
             below2 = tl.load(more_ptr, mask=live, other=0.0)
-            mass2 = tl.load(more_ptr + apart, mask=live, other=0.0)
-            there2 = tl.load(more_ptr + 2 * apart, mask=live, other=0.0)
+            mass2 = tl.load(more_ptr + stride, mask=live, other=0.0)
+            there2 = tl.load(more_ptr + 2 * stride, mask=live, other=0.0)
             joined = tl.maximum(largest, largest2)
-            # Without columns mass is 0 and the difference may be minus infinity, whose product is NaN.
+            # Without columns mass is 0 and the difference may be minus infinity, so their product would be NaN.
             below = tl.where(there > 0.0, below + mass * (largest - joined), 0.0)
             below += tl.where(there2 > 0.0, below2 + mass2 * (largest2 - joined), 0.0)
             mass += mass2
             there += there2
         if SQUARES:
-            squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, mask=live, other=0.0)
+            squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * stride, mask=live, other=0.0)
             squares = merge_squares(largest, squares, largest2, squares2)
         if ACCURACY:
-            at = tl.load(in_ptr + (STATS - 1) * apart, mask=live, other=0.0).to(tl.int32, bitcast=True)
-            best = tl.where(largest2 > largest, at, best)
+            argmax = tl.load(in_ptr + (STATS - 1) * stride, mask=live, other=0.0).to(tl.int32, bitcast=True)
+            best = tl.where(largest2 > largest, argmax, best)
         largest, total, moment = merge_moments(largest, total, moment, largest2, total2, moment2)
     if joined_ptr is not None:
         out_ptr = joined_ptr + row
         tl.store(out_ptr, largest, mask=exists)
-        tl.store(out_ptr + apart, total, mask=exists)
-        tl.store(out_ptr + 2 * apart, picked, mask=exists)
+        tl.store(out_ptr + stride, total, mask=exists)
+        tl.store(out_ptr + 2 * stride, picked, mask=exists)
         if ENTROPY:
-            tl.store(out_ptr + FEW * apart, moment, mask=exists)
+            tl.store(out_ptr + FEW * stride, moment, mask=exists)
         if SPREAD:
-            tl.store(out_ptr + (FEW + ENTROPY) * apart, below, mask=exists)
-            tl.store(out_ptr + (FEW + ENTROPY + 1) * apart, mass, mask=exists)
-            tl.store(out_ptr + (FEW + ENTROPY + 2) * apart, there, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY) * stride, below, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 1) * stride, mass, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 2) * stride, there, mask=exists)
         if SQUARES:
-            tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * apart, squares, mask=exists)
+            tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * stride, squares, mask=exists)
         if ACCURACY:
-            tl.store(out_ptr + (STATS - 1) * apart, best.to(tl.float32, bitcast=True), mask=exists)
+            tl.store(out_ptr + (STATS - 1) * stride, best.to(tl.float32, bitcast=True), mask=exists)
     else:
-        nothing = tl.where(y == ignore_index, 0.0, float("nan"))
+        missing = tl.where(y == ignore_index, 0.0, float("nan"))
         log_total = tl.log(total)
-        tl.store(logprob_ptr + row, tl.where(live, (picked - largest) - log_total, nothing), mask=exists)
-        tl.store(lse_ptr + row, tl.where(live, largest + log_total, nothing), mask=exists)
+        tl.store(logprob_ptr + row, tl.where(live, (picked - largest) - log_total, missing), mask=exists)
+        tl.store(lse_ptr + row, tl.where(live, largest + log_total, missing), mask=exists)
         if ENTROPY:
-            tl.store(entropy_ptr + row, tl.where(live, log_total - moment / total, nothing), mask=exists)
+            tl.store(entropy_ptr + row, tl.where(live, log_total - moment / total, missing), mask=exists)
         if SPREAD:
             spread = (mass * log_total - below) / there
-            tl.store(spread_ptr + row, tl.where(live, spread, nothing), mask=exists)
+            tl.store(spread_ptr + row, tl.where(live, spread, missing), mask=exists)
             tl.store(shares_ptr + row, tl.where(live, mass / there, 0.0), mask=exists)
             tl.store(shares_ptr + rows + row, tl.where(live, 1.0 / there, 0.0), mask=exists)
         if SQUARES:
             log_sum_squares = tl.log(squares) - 2.0 * log_total
-            tl.store(log_sum_squares_ptr + row, tl.where(live, log_sum_squares, nothing), mask=exists)
+            tl.store(log_sum_squares_ptr + row, tl.where(live, log_sum_squares, missing), mask=exists)
         if ACCURACY:
             tl.store(hit_ptr + row, tl.where(live & (best == y.to(tl.int32)), 1.0, 0.0), mask=exists)
         tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
@@ -177,8 +177,7 @@ def launch_join(
     softmax: Softmax,
     wanted: Wanted,
 ) -> None:
-    """Join stats [parts, STATS, T] into statistics or into results. `order`, if given, is the order in which stats has
-    the tokens."""
+    """Join stats [parts, STATS, T] into statistics or results; `order`, if not None, is the order of their tokens."""
     outputs: dict[str, Tensor | None]
     if isinstance(o, Statistics):
         outputs = {"joined_ptr": o.stats}

@@ -1,10 +1,10 @@
 """Cross entropy of hidden states: `linear_logprobs` with the options of `cross_entropy`.
 
-    loss = -(1 - a) * w_y * logprob + a * spread + z_loss * lse^2         fp32, for each token
+    loss = -(1 - a) * w_y * logprob + a * spread + z_loss * lse^2         fp32, per token
 
 with a the label smoothing, w the class weights (1 if none are given) and logprob, spread, lse as in `linear_logprobs`.
-It is plain PyTorch on vectors with one number for each token, which autograd differentiates. A mean is the sum of the
-losses, divided by the sum of w_y over the tokens with a target.
+The loss is plain PyTorch on vectors with one element per token, and autograd differentiates it. A mean is the sum of
+the losses divided by the sum of w_y over the tokens with a target.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def linear_cross_entropy(
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor | CrossEntropy:
-    """Cross entropy of hidden @ weight^T + bias and target, without logits in memory, forward or backward.
+    """Return the cross entropy of hidden @ weight^T + bias and target, without materializing logits or their gradient.
 
-    hidden [..., H], weight [V, H], target [...], bias [V] and `skip_below` are those of `linear_logprobs`. `skip_below`
-    cannot be combined with label smoothing, whose gradient is not small in any tile. All other options, and what is
-    returned, are those of `cross_entropy`. With a `shard` of the vocabulary, weight and bias are this rank's, and the
-    gradient of hidden is the sum over the ranks. DTensors are taken as by `linear_logprobs`.
+    hidden [..., H], weight [V, H], target [...], bias [V] and `skip_below` are as in `linear_logprobs`. `skip_below`
+    cannot be combined with label smoothing, whose gradient is not small in any tile. All other options, and the return
+    value, are as in `cross_entropy`. With a `shard` of the vocabulary, weight and bias are this rank's, and the
+    gradient of hidden is the sum over the ranks. DTensors are supported as in `linear_logprobs`.
 
     >>> import torch, weft
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -101,8 +101,8 @@ def linear_cross_entropy(
     smooth = label_smoothing > 0.0
     wanted = Wanted(return_entropy, smooth, return_accuracy)
     results = head.results(classes if smooth else None, softmax, wanted, skip_below)
-    of_rank = loss if local is None else loss._replace(reduction="none")
-    found = reduced_loss(results, head.target, classes, softmax, of_rank)
+    rank_loss = loss if local is None else loss._replace(reduction="none")
+    result = reduced_loss(results, head.target, classes, softmax, rank_loss)
     if local is not None:
-        found = local.reduced(found, classes, softmax, loss)
-    return found.selected(return_lse, return_entropy, return_accuracy)
+        result = local.reduced(result, classes, softmax, loss)
+    return result.selected(return_lse, return_entropy, return_accuracy)

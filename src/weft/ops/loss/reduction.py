@@ -1,4 +1,4 @@
-"""From log-probabilities to losses: plain PyTorch on vectors with one number for each token.
+"""Losses from log-probabilities: plain PyTorch on vectors with one element per token.
 
     loss = -(1 - a) * w_y * logprob + a * spread + z_loss * lse^2
 
@@ -24,7 +24,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossKeywords(TypedDict, total=False):
-    """Arguments that all losses take and that do not change the type of what they return."""
+    """Arguments that all losses take and that do not change their return type."""
 
     class_weight: Tensor | None
     ignore_index: int
@@ -39,7 +39,7 @@ class LossKeywords(TypedDict, total=False):
 
 
 class LossOptions(NamedTuple):
-    """How a loss is computed from log-probabilities, and how it is reduced."""
+    """Options by which a loss is computed from log-probabilities and reduced."""
 
     label_smoothing: float
     z_loss: float
@@ -49,7 +49,7 @@ class LossOptions(NamedTuple):
 
 @checked_once
 def loss_options(label_smoothing: float, z_loss: float, reduction: str, all_ignored: str) -> LossOptions:
-    """The options of a loss, checked."""
+    """Check the options of a loss and return them."""
     label_smoothing, z_loss = real("label_smoothing", label_smoothing), real("z_loss", z_loss)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
@@ -61,10 +61,10 @@ def loss_options(label_smoothing: float, z_loss: float, reduction: str, all_igno
 
 
 class CrossEntropy(NamedTuple):
-    """What `cross_entropy` returns if more than the loss is asked for; what was not asked for is None.
+    """Results of `cross_entropy` when more than the loss is requested; those not requested are None.
 
-    - `loss` and `accuracy`: reduced as asked, or [...] for each token.
-    - `lse`, `entropy`: [...] for each token, with gradients.
+    - `loss` and `accuracy`: reduced by `reduction`, or [...] per token.
+    - `lse`, `entropy`: [...] per token, with gradients.
     """
 
     loss: Tensor
@@ -73,14 +73,14 @@ class CrossEntropy(NamedTuple):
     accuracy: Tensor | None = None
 
     def selected(self, lse: bool, entropy: bool, accuracy: bool) -> Tensor | CrossEntropy:
-        """What the caller gets: the loss alone, or with all that was asked for."""
+        """Return the loss alone, or the tuple if any other result was requested."""
         if not (lse or entropy or accuracy):
             return self.loss
         return self if lse else self._replace(lse=None)
 
 
 def check_target(target: Tensor, x: Tensor, name: str) -> None:
-    """Raise an error unless `target` has one class for each row of x, which errors call `name`."""
+    """Raise an error unless `target` has one class per row of x; `name` is what the error calls x."""
     if not is_tensor(target) or target.layout is not torch.strided:
         raise no_tensor("target", target)
     lead = x.shape[:-1]
@@ -92,27 +92,27 @@ def check_target(target: Tensor, x: Tensor, name: str) -> None:
 
 def _wrong_target(target: Tensor, x: Tensor, name: str) -> ValueError:
     lead, shape = tuple(x.shape[:-1]), tuple(target.shape)
-    wanted = f"target must have the shape {lead}, one class to each row of {name}, in int32 or int64; "
+    requirement = f"target must have the shape {lead}, one class per row of {name}, in int32 or int64; "
     got = f"got {target.dtype} {shape}"
     if len(shape) == x.dim() and shape[:-1] == lead and shape != (*lead, 1):
         return ValueError(
-            f"{wanted}{got}. Soft and one-hot targets are not taken: give target.argmax(-1) if each has one class, "
-            "else take torch.nn.functional.cross_entropy"
+            f"{requirement}{got}. Soft and one-hot targets are unsupported: pass target.argmax(-1) if each row has "
+            "one class, else use torch.nn.functional.cross_entropy"
         )
     if name == "logits" and x.dim() > 2 and shape == (x.shape[0], *x.shape[2:]):
         return ValueError(
-            f"{wanted}{got}. Classes are the last dimension here, not the second as in torch.nn.functional: give "
-            "logits.movedim(1, -1)"
+            f"{requirement}{got}. Classes are the last dimension here, not the second as in torch.nn.functional: "
+            "pass logits.movedim(1, -1)"
         )
     if shape == lead:
-        return ValueError(f"{wanted}{got}: give target.long()")
+        return ValueError(f"{requirement}{got}: pass target.long()")
     if target.numel() == math.prod(lead):
-        return ValueError(f"{wanted}{got}: give target.reshape{lead}")
-    return ValueError(wanted + got)
+        return ValueError(f"{requirement}{got}: pass target.reshape{lead}")
+    return ValueError(requirement + got)
 
 
 def check_class_weight(class_weight: Tensor | None, vocab: int, device: torch.device) -> Tensor | None:
-    """The weights of all classes, checked, and detached since they have no gradient."""
+    """Check the weights of all classes and return them detached, since they have no gradient."""
     if class_weight is None:
         return None
     check_tensor("class_weight", class_weight, FLOATS, device, (vocab,))
@@ -122,7 +122,7 @@ def check_class_weight(class_weight: Tensor | None, vocab: int, device: torch.de
 def shares_of(
     target: Tensor, class_weight: Tensor | None, softmax: Softmax, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(share, valid), [...] each: the weight of each token in a mean, and whether it has a target."""
+    """Return (share, valid), [...] each: the weight of each token in a mean, and whether it has a target."""
     valid = (target != softmax.ignore_index) & (target >= 0) & (target < softmax.vocab)
     if class_weight is None:
         return valid.to(dtype), valid
@@ -132,30 +132,30 @@ def shares_of(
 def reduced(
     values: Tensor, share: Tensor, loss: LossOptions, total: Callable[[Tensor], Tensor] = torch.sum
 ) -> Tensor:
-    """The sum of values, or their mean weighted by `share`. `total` adds up a tensor, over all ranks if need be."""
+    """Return the sum of values, or their mean weighted by `share`; `total` sums a tensor, over all ranks if needed."""
     if loss.reduction == "none":
         return values
-    summed = total(values)
+    numerator = total(values)
     if loss.reduction == "sum":
-        return summed
+        return numerator
     divisor = total(share)
-    return summed / (torch.where(divisor == 0, 1.0, divisor) if loss.zero_if_none else divisor)
+    return numerator / (torch.where(divisor == 0, 1.0, divisor) if loss.zero_if_none else divisor)
 
 
 def reduced_loss(
-    found: TokenResults, target: Tensor, class_weight: Tensor | None, softmax: Softmax, options: LossOptions
+    tokens: TokenResults, target: Tensor, class_weight: Tensor | None, softmax: Softmax, options: LossOptions
 ) -> CrossEntropy:
-    """The loss from each token's results, reduced, with the other results beside it. `class_weight` [V] is that of
-    the whole vocabulary."""
-    loss = -found.logprobs
+    """Return the reduced loss of each token's results, together with the other results. `class_weight` [V] covers the
+    whole vocabulary."""
+    loss = -tokens.logprobs
     share, valid = shares_of(target, class_weight, softmax, loss.dtype)
     if class_weight is not None:
         loss = loss * torch.where(valid, share, 1.0)
-    if found.spread is not None:
-        loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * found.spread
+    if tokens.spread is not None:
+        loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * tokens.spread
     if options.z_loss:
-        loss = loss + options.z_loss * found.lse.square()
-    hits = found.hits
+        loss = loss + options.z_loss * tokens.lse.square()
+    hits = tokens.hits
     if hits is not None:
         hits = reduced(hits, valid.to(hits.dtype), options)
-    return CrossEntropy(reduced(loss, share, options), found.lse, found.entropy, hits)
+    return CrossEntropy(reduced(loss, share, options), tokens.lse, tokens.entropy, hits)

@@ -1,24 +1,24 @@
-"""A vocabulary in parts: statistics of a token's logits over one part, and how those of several parts are joined.
+"""Softmax statistics of one token over part of a vocabulary, and the formulas that join several parts.
 
 For the logits z of one token over a part of the columns, with class weights w (1 if none are given):
 
     largest = max(z)               total = sum(exp(z - largest))        picked = z_y, or 0 if y is another part's
-    moment = sum(exp(z - largest) * (z - largest))                      if the entropy is asked for
+    moment = sum(exp(z - largest) * (z - largest))                      if the entropy is requested
     below = sum(w * (z - largest))   mass = sum(w)   there = sum(1)     if the spread is, over columns above -infinity
     squares = sum(exp(z - largest)^2)                                   if the squares are
     best = the first column with the largest z                          if the accuracy is, as the bits of a float
 
-These statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank: one kernel joins
-either, in order. A part without columns, or with minus infinities alone, has (LOWEST, 0, 0, ...), which needs no case
-of its own when parts are joined.
+The statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank; one kernel joins either
+kind, in order. A part with no columns, or only minus infinities, has (LOWEST, 0, 0, ...), which needs no special case
+when parts are joined.
 
     logprob = (picked - largest) - log(total)           lse = largest + log(total)
     entropy = log(total) - moment / total               spread = (mass * log(total) - below) / there
     log_sum_squares = log(sum(p^2)) = log(squares) - 2 * log(total)
 
-A vocabulary that is sharded over ranks takes one collective in the forward: an all-gather of T * STATS numbers of each
-rank, which every rank joins in the same order. So all ranks have the same bits. All-reduces would add in an order that
-is not known, and it would take two: the largest must be known before sums can be added. Backward needs no collective.
+A vocabulary sharded over ranks needs one collective in the forward: an all-gather of T * STATS elements per rank,
+which every rank joins in the same order, so all ranks get the same bits. All-reduces would add in an unknown order, and
+two would be necessary: the largest must be known before sums can be added. Backward needs no collective.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from ...runtime import Present, capabilities_of, is_readable
 from ..common.checks import checked_once, real, whole
 
-# The limits of temperatures: they and their reciprocals are normal fp32 numbers.
+# Limits of temperatures: within them, a temperature and its reciprocal are normal fp32 numbers.
 COLDEST, HOTTEST = 2.0**-126, 2.0**126
 
 
@@ -41,37 +41,37 @@ COLDEST, HOTTEST = 2.0**-126, 2.0**126
 
 
 class Softmax(NamedTuple):
-    """The softmax over the vocabulary: which of its columns this call has, which target means "no target", and what is
-    done to logits x before the softmax: z = scale * cap(x), with cap(x) = softcap * tanh(x / softcap), or x."""
+    """Softmax over the vocabulary: this call's columns, the index that means "no target", and the transformation of
+    logits x before the softmax, z = scale * cap(x), with cap(x) = softcap * tanh(x / softcap), or x."""
 
-    start: int  # the first of the columns of this call
+    start: int  # first column of this call
     vocab: int  # columns of the whole vocabulary
     ignore_index: int
-    softcap: float | None  # that of the caller / logit_scale
+    softcap: float | None  # the caller's softcap / logit_scale
     scale: float  # logit_scale / temperature
 
     @property
     def kind(self) -> int:
-        """PLAIN, SCALED or CAPPED."""
+        """Transformation of the logits: PLAIN, SCALED or CAPPED."""
         return 2 if self.softcap is not None else 1 if self.scale != 1.0 else 0
 
     @property
     def cap(self) -> float:
-        """`softcap` as kernels take it: 0 is none."""
+        """Softcap as kernels take it: 0 for none."""
         return self.softcap or 0.0
 
 
 class Wanted(NamedTuple):
-    """What is wanted of each token besides its log-probability and its lse."""
+    """Requested results of each token besides its log-probability and its lse."""
 
     entropy: bool
     spread: bool
     accuracy: bool
-    squares: bool = False  # which `cross_entropy` does not compute
+    squares: bool = False  # never computed by `cross_entropy`
 
     @property
     def statistics(self) -> int:
-        """The number of statistics to compute for this."""
+        """Number of statistics that these results require."""
         return 3 + self.entropy + 3 * self.spread + self.accuracy + self.squares
 
 
@@ -84,7 +84,7 @@ class Statistics(NamedTuple):
 
 
 class TokenResults(NamedTuple):
-    """The results of each token, from the statistics of all parts."""
+    """Results of each token, from the statistics of all parts."""
 
     # [...] each
     logprobs: Tensor
@@ -130,7 +130,7 @@ def softmax_of(
     softcap: float | None,
     temperature: float,
 ) -> Softmax:
-    """The softmax with these options, checked."""
+    """Check the options of a softmax and return it."""
     if not -(2**31) <= whole("ignore_index", ignore_index) < 2**31:
         raise ValueError(f"ignore_index must fit 32 bits; got {ignore_index}")
     if softcap is not None:
@@ -157,9 +157,8 @@ def softmax_of(
 
 def check_labels(target: Tensor, softmax: Softmax) -> None:
     """Raise an IndexError, as PyTorch does on the CPU, if a label is neither a class of the whole vocabulary nor
-    ignore_index. Ops with targets validate their arguments by this, so that compiled graphs do too. Labels on a GPU are
-    not read, since that would wait for it: kernels make the results of such tokens NaN. An emulated GPU does as a GPU
-    does."""
+    ignore_index. Ops call this to validate targets, so compiled graphs check them too. Labels on a GPU are not read,
+    because that would synchronize: kernels make the results of such tokens NaN. An emulated GPU behaves like a GPU."""
     if not is_readable(target) or not capabilities_of(target.device).is_cpu:
         return
     vocab = softmax.vocab
@@ -167,11 +166,11 @@ def check_labels(target: Tensor, softmax: Softmax) -> None:
         return
     wrong = ((target < 0) | (target >= vocab)) & (target != softmax.ignore_index)
     if torch.is_nonzero(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
-        where = ", ".join(map(str, place))
+        index = tuple(wrong.nonzero()[0].tolist())
+        position = ", ".join(map(str, index))
         raise IndexError(
-            f"target[{where}] is {target[place].item()}; there are {vocab} classes, 0 to {vocab - 1}. Tokens without a "
-            f"class have the label ignore_index, which is {softmax.ignore_index}"
+            f"target[{position}] is {target[index].item()}; there are {vocab} classes, 0 to {vocab - 1}. Label tokens "
+            f"without a class with ignore_index, which is {softmax.ignore_index}"
         )
 
 
@@ -179,7 +178,7 @@ def check_labels(target: Tensor, softmax: Softmax) -> None:
 
 
 def capped_reference(x: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | float]:
-    """(z, dz/dx) for logits x."""
+    """Return (z, dz/dx) for logits x."""
     scale, softcap = softmax.scale, softmax.softcap
     if softcap is None:
         return x * scale, scale
@@ -188,28 +187,28 @@ def capped_reference(x: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | floa
 
 
 class Targets(NamedTuple):
-    """The targets of all tokens, [T] each."""
+    """Targets of all tokens, [T] each."""
 
-    column: Tensor  # of the whole vocabulary; 0 for a token without a target
+    column: Tensor  # in the whole vocabulary; 0 for a token without a target
     valid: Tensor  # whether the token has a target
-    wrong: Tensor  # whether its target is no column, and not ignore_index either
+    wrong: Tensor  # whether its target is neither a column nor ignore_index
 
     @staticmethod
     def of(target: Tensor, softmax: Softmax) -> Targets:
         y = target.reshape(-1).long()
-        inside, given = (y >= 0) & (y < softmax.vocab), y != softmax.ignore_index
-        return Targets(torch.where(inside & given, y, 0), inside & given, given & ~inside)
+        inside, labeled = (y >= 0) & (y < softmax.vocab), y != softmax.ignore_index
+        return Targets(torch.where(inside & labeled, y, 0), inside & labeled, labeled & ~inside)
 
     def masked(self, values: Tensor) -> Tensor:
-        """Values [T] of tokens with a target; 0 for those without one, and NaN where it is no column."""
+        """Return values [T], but 0 for tokens without a target and NaN for targets that are no column."""
         return torch.where(self.valid, values, torch.where(self.wrong, torch.nan, 0.0))
 
 
 def statistics_reference(
     z: Tensor, targets: Targets, classes: Tensor | None, start: int, wanted: Wanted
 ) -> Tensor:
-    """The definition: statistics [STATS, T] of z [T, V], whose columns are those of the vocabulary from `start` on;
-    `classes` [V] are the weights of the same columns. A token without a target has the statistics of no columns."""
+    """Define the statistics [STATS, T] of z [T, V], which holds the vocabulary's columns from `start` on; `classes` [V]
+    weighs the same columns. A token without a target has the statistics of no columns."""
     y, valid = targets.column, targets.valid
     rows, cols = z.shape
     z = torch.where(valid[:, None], z, -torch.inf)
@@ -221,25 +220,25 @@ def statistics_reference(
     e = torch.exp(t)
     owned = valid & (y >= start) & (y < start + cols)
     picked = z.gather(1, torch.where(owned, y - start, 0)[:, None])[:, 0]
-    found = [largest, e.sum(1), torch.where(owned, picked, 0.0)]
+    stats = [largest, e.sum(1), torch.where(owned, picked, 0.0)]
     if wanted.entropy:
-        found.append(torch.where(e > 0, e * t, 0.0).sum(1))
+        stats.append(torch.where(e > 0, e * t, 0.0).sum(1))
     if wanted.spread:
-        there = z > -torch.inf
+        finite = z > -torch.inf
         w = torch.ones_like(z) if classes is None else classes.to(z.dtype).expand(z.shape)
-        w = torch.where(there, w, 0.0)
-        found += [torch.where(there, w * t, 0.0).sum(1), w.sum(1), there.sum(1).to(z.dtype)]
+        w = torch.where(finite, w, 0.0)
+        stats += [torch.where(finite, w * t, 0.0).sum(1), w.sum(1), finite.sum(1).to(z.dtype)]
     if wanted.squares:
-        found.append(e.square().sum(1))
+        stats.append(e.square().sum(1))
     if wanted.accuracy:
         bits = torch.int64 if z.dtype is torch.float64 else torch.int32
         best = torch.where(z.amax(1) > -torch.inf, z.argmax(1) + start, -1)
-        found.append(best.to(bits).view(z.dtype))
-    return torch.stack(found)
+        stats.append(best.to(bits).view(z.dtype))
+    return torch.stack(stats)
 
 
 class NamedStatistics(NamedTuple):
-    """Statistics by name: [T], or [parts, T]."""
+    """Statistics by name, [T] or [parts, T] each."""
 
     largest: Tensor
     total: Tensor
@@ -253,7 +252,7 @@ class NamedStatistics(NamedTuple):
 
     @staticmethod
     def of(stats: Tensor, wanted: Wanted) -> NamedStatistics:
-        """The rows of stats [..., STATS, T], by name."""
+        """Split stats [..., STATS, T] into its rows, by name."""
         rows = list(stats.unbind(-2))
         largest, total, picked, *rows = rows
         moment = below = mass = there = squares = best = None
@@ -270,7 +269,7 @@ class NamedStatistics(NamedTuple):
 
 
 def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wanted) -> TokenResults:
-    """The definition of the results from stats [parts, STATS, T]."""
+    """Define the results of stats [parts, STATS, T]."""
     targets = Targets.of(target, softmax)
     parts = NamedStatistics.of(stats, wanted)
 
@@ -278,24 +277,24 @@ def joined_reference(stats: Tensor, target: Tensor, softmax: Softmax, wanted: Wa
         return targets.masked(values).view(target.shape)
 
     largest, picked = parts.largest.amax(0), parts.picked.sum(0)
-    down = parts.largest - largest
-    some = parts.total > 0
-    total = torch.where(some, parts.total * torch.exp(down), parts.total).sum(0)
+    shift = parts.largest - largest
+    nonempty = parts.total > 0
+    total = torch.where(nonempty, parts.total * torch.exp(shift), parts.total).sum(0)
     log_total = torch.log(total)
     entropy = spread = hits = log_sum_squares = shares = None
     if parts.moment is not None:
-        moment = torch.where(some, (parts.moment + down * parts.total) * torch.exp(down), 0.0).sum(0)
+        moment = torch.where(nonempty, (parts.moment + shift * parts.total) * torch.exp(shift), 0.0).sum(0)
         entropy = per_token(log_total - moment / total)
     if parts.below is not None and parts.mass is not None and parts.there is not None:
-        below = torch.where(parts.there > 0, parts.below + parts.mass * down, 0.0).sum(0)
+        below = torch.where(parts.there > 0, parts.below + parts.mass * shift, 0.0).sum(0)
         mass, there = parts.mass.sum(0), parts.there.sum(0)
         spread = per_token((mass * log_total - below) / there)
         shares = torch.where(targets.valid, torch.stack([mass / there, 1.0 / there]), 0.0)
     if parts.squares is not None:
-        squares = torch.where(some, parts.squares * torch.exp(2.0 * down), parts.squares).sum(0)
+        squares = torch.where(nonempty, parts.squares * torch.exp(2.0 * shift), parts.squares).sum(0)
         log_sum_squares = per_token(torch.log(squares) - 2.0 * log_total)
     if parts.best is not None:
-        # Of the parts that have the largest logit, the first one counts.
+        # Several parts may have the largest logit: the first of them decides.
         first = (parts.largest == largest).int().argmax(0, keepdim=True)
         hit = parts.best.gather(0, first)[0] == targets.column
         hits = torch.where(targets.valid, hit.to(stats.dtype), 0.0).view(target.shape)

@@ -1,1 +1,1 @@
-"""Mixture of experts: the router's products, the choice of experts, and moving tokens to them and back."""
+"""Mixture of experts: the router's projection, top-k routing, and moving tokens to their experts and back."""

@@ -1,12 +1,12 @@
-"""The experts of a mixture-of-experts layer: from tokens and what the router chose for them to the tokens' new values.
+"""The experts of a mixture-of-experts layer, applied to tokens that a router has assigned.
 
-    rows of each expert  ->  up and gate of the expert  ->  gated unit, times the router's weight  ->  down  ->  the sum
-    over a token's experts, in the order of its slots
+    rows of each expert  ->  its up and gate projections  ->  gated unit, times the router's weight  ->  its down
+    projection  ->  sum over each token's experts, in the order of its slots
 
-Every step is an op of its own, and this file only composes them: `row_map`, `permute`, `linear` by groups, `glu`,
-`unpermute`. With a recipe whose blocks lie along rows of x (1x128, mx), `permute` and `glu` quantise what they make, so
-that no product reads its operand in more than 8 bits. With any quantised recipe, backward keeps the input of the gated
-unit in FP8 as well, as DeepSeek-V3 does: it is the largest tensor of the layer. Nothing waits for the device.
+Every step is a separate op, and this file only composes them: `row_map`, `permute`, grouped `linear`, `glu`,
+`unpermute`. With a recipe whose blocks lie along rows of x (1x128, mx), `permute` and `glu` quantize their outputs, so
+no product reads an operand wider than 8 bits. With any quantized recipe, backward also saves the input of the gated
+unit in FP8, as DeepSeek-V3 does: it is the largest tensor of the layer. Nothing synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..common.groups import Groups
 from ..common.results import plain_result
 from ..glu.arguments import GatedUnit, GluBackwardArgs, GluBackwardOutputs
 from ..glu.glu import Layout, glu, glu_backward_op
-from ..product.linear import apply_linear, quantised_copies
+from ..product.linear import apply_linear, quantized_copies
 from ..product.recipes import Recipe
 from ..quantize.quantize import dequantize_codes
 from .permute.permute import permute, unpermute
 from .route.route import Routing
 from .row_map.row_map import row_map
 
-_KEPT = Format.of("1x128").spec  # in which backward keeps the input of the gated unit
+_SAVED_SPEC = Format.of("1x128").spec  # format in which the input of the gated unit is saved for backward
 
 
-class _KeepingFewBytes(torch.autograd.Function):
-    """`glu` for rows in groups, whose backward has its input in FP8."""
+class _GluSavingFp8(torch.autograd.Function):
+    """Grouped `glu` whose input is saved in FP8 for backward."""
 
     @staticmethod
     def forward(
@@ -49,9 +49,9 @@ class _KeepingFewBytes(torch.autograd.Function):
         spec: str | None,
         columnwise: bool,
     ) -> Tensor:
-        kept, _ = quantised_copies(z, _KEPT, True, False)
-        assert kept is not None
-        ctx.save_for_backward(kept.data, kept.scale, probs, groups.ends)
+        saved, _ = quantized_copies(z, _SAVED_SPEC, True, False)
+        assert saved is not None
+        ctx.save_for_backward(saved.data, saved.scale, probs, groups.ends)
         ctx.unit, ctx.align, ctx.z = unit, groups.align, (z.shape[1], z.dtype)
         return _gated(z, probs, groups, unit, spec, columnwise)
 
@@ -59,13 +59,13 @@ class _KeepingFewBytes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> Any:
         data, scale, probs, ends = ctx.saved_tensors
-        z = dequantize_codes(Codes(data, scale, format=_KEPT), *ctx.z)
+        z = dequantize_codes(Codes(data, scale, format=_SAVED_SPEC), *ctx.z)
         groups = Groups(ends, ctx.align)
         needs = GluBackwardOutputs(True, False, probs is not None, False)
-        found = glu_backward_op(
+        gradients = glu_backward_op(
             GluBackwardArgs(z, None, probs, None, dh, groups, ctx.unit, plain_result(z.dtype), needs)
         )
-        return found.x.y, found.probs, None, None, None, None
+        return gradients.x.y, gradients.probs, None, None, None, None
 
 
 def _gated(
@@ -92,21 +92,21 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """What the experts that `route` chose for each token make of it: the sum of `weight * down(act(gate) * value)`.
+    """Apply the experts that `route` chose for each token: the sum of `weight * down(act(gate) * value)`.
 
-    - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor`: without gradients, codes that the recipe's products read are
-      moved as they are; otherwise x is dequantized first. `up`: [experts, 2H, K], the rows of the gate first. `down`:
+    - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor`: without gradients, codes that the recipe's products can read
+      are moved unchanged; otherwise x is dequantized first. `up`: [experts, 2H, K], the rows of the gate first. `down`:
       [experts, K, H].
-    - `routing`: what `weft.route` returned for these tokens, or the weights [..., k] and the experts [..., k] of
-      another router. A slot whose expert is no number below `experts` adds nothing: another rank has that expert.
-    - `recipe`: the numbers of the products, as `weft.linear` takes it.
-    - `act`, `layout`, `limit`, `alpha`, `up_offset`: the gated unit, as `weft.glu` takes it. With the layout "none"
+    - `routing`: the result of `weft.route` for these tokens, or the weights [..., k] and the experts [..., k] of
+      another router. A slot whose expert is not from 0 to `len(up) - 1` adds nothing: another rank has that expert.
+    - `recipe`: the precision of the products, as in `weft.linear`.
+    - `act`, `layout`, `limit`, `alpha`, `up_offset`: the gated unit, as in `weft.glu`. With the layout "none"
       nothing is gated, and `up` is [experts, H, K].
     - `up_bias` [experts, 2H], `down_bias` [experts, K]: added to the products.
 
-    The weight of a slot is multiplied in before the second product, in fp32; if that has a bias, after it. Returns
+    The weight of a slot is applied in fp32 before the second product, or after it if that has a bias. Returns
     y [..., K] in x's dtype. Gradients flow to x, up, down, the biases and the weights; each expert's gradient is summed
-    in fp32 and is zero if it had no tokens.
+    in fp32 and is zero if the expert had no tokens.
 
     >>> import torch, weft
     >>> x, router = torch.randn(16, 128), torch.randn(4, 128)
@@ -115,7 +115,7 @@ def experts(
     >>> y.shape
     torch.Size([16, 128])
     """
-    found = Recipe.of(recipe)
+    parsed = Recipe.of(recipe)
     for name, tensor in (("x", x), ("up", up), ("down", down)):
         check_input(name, tensor)
     x = autocasted(x)  # the weights follow x
@@ -131,45 +131,45 @@ def experts(
         raise ValueError(
             f"down must be {(count, k, width)} for up {tuple(up.shape)}; got {tuple(down.shape)}"
         )
-    # No block of a copy that is quantized along rows may have rows of two experts.
-    align = 128 if found.is_quantised else 16
+    # A block of a columnwise copy must not contain rows of two experts.
+    align = 128 if parsed.is_quantized else 16
     weights, chosen = _weights_and_indices(routing)
     indices = chosen.reshape(-1, chosen.shape[-1])
     rows = row_map(indices, count, align=align)
     groups = Groups(rows.ends, align)
     probs = weights.reshape(indices.shape)
-    spec, shape = found.written, x.shape
+    spec, shape = parsed.written, x.shape
     grads = torch.is_grad_enabled()
     copies: dict[str, Any] = (
         {} if spec is None else {"quantize": spec, "columnwise": grads and up.requires_grad}
     )
     if isinstance(x, QTensor):
         if _carries(x, spec) and not (grads and (x.requires_grad or up.requires_grad)):
-            copies = {}  # its rows are moved as they are
+            copies = {}  # its rows are moved unchanged
         else:
             x = x.dequantize()
     tokens = x if x.dim() == 2 else x.reshape(-1, k)
     if down_bias is None:
-        permuted, before = permute(tokens, rows, probs, **copies)
+        permuted, row_probs = permute(tokens, rows, probs, **copies)
     else:
-        permuted, before = permute(tokens, rows, **copies), None
-    z = apply_linear(permuted, up, up_bias, found, groups, name="up")
+        permuted, row_probs = permute(tokens, rows, **copies), None
+    z = apply_linear(permuted, up, up_bias, parsed, groups, name="up")
     unit, both = GatedUnit(act, layout, limit, alpha, up_offset), grads and down.requires_grad
-    if found.is_quantised and z.requires_grad:
-        h = _KeepingFewBytes.apply(z, before, groups, unit, spec, both)
+    if parsed.is_quantized and z.requires_grad:
+        h = _GluSavingFp8.apply(z, row_probs, groups, unit, spec, both)
     else:
-        h = _gated(z, before, groups, unit, spec, columnwise=both)
-    y = apply_linear(h, down, down_bias, found, groups, name="down")
+        h = _gated(z, row_probs, groups, unit, spec, columnwise=both)
+    y = apply_linear(h, down, down_bias, parsed, groups, name="down")
     return unpermute(y, rows, None if down_bias is None else probs).view(shape)
 
 
 def _carries(x: QTensor, spec: str | None) -> bool:
-    """Return whether `permute` can move the codes of x, and the products read what it made."""
+    """Return whether `permute` can move the codes of x and the products can read the result."""
     return spec is not None and x.rowwise is not None and read_alike(x.spec, spec)
 
 
 def _weights_and_indices(routing: Routing | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the weights and the experts of a routing, which have one shape."""
+    """Return the weights and the experts of a routing, which must have equal shapes."""
     weights, indices = routing[:2]
     if isinstance(weights, Tensor) and isinstance(indices, Tensor) and weights.shape == indices.shape:
         return weights, indices
@@ -177,6 +177,6 @@ def _weights_and_indices(routing: Routing | tuple[Tensor, Tensor]) -> tuple[Tens
         str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in (weights, indices)
     )
     raise ValueError(
-        f"routing has the weights and the experts of each token, both [..., k]; got {got}. Give what weft.route "
-        "returned"
+        f"routing must be the weights and the experts of each token, both [..., k]; got {got}. Pass the result of "
+        "weft.route"
     )

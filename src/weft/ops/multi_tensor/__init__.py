@@ -1,1 +1,1 @@
-"""Statistics of many tensors at once, and clipping them by their norm."""
+"""Norms and other statistics of many tensors at once, and gradient clipping."""

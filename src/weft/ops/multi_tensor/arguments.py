@@ -1,4 +1,4 @@
-"""The arguments and outputs of statistics of many tensors, and of scaling them."""
+"""Arguments and outputs of the multi-tensor reductions and of clipping."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ReduceArgs(NamedTuple):
 
 
 class ReduceOutputs(NamedTuple):
-    total: Tensor  # one number: a norm is fp32 or fp64, a count int64, the answer to "nonfinite" a bool
+    total: Tensor  # 0-dim: a norm is fp32 or fp64, a count int64, "nonfinite" a bool
 
 
 class ClipArgs(NamedTuple):
     tensors: Written
-    norm: Tensor  # one number
+    norm: Tensor  # 0-dim
     max_norm: float
 
 

@@ -1,4 +1,4 @@
-"""The kernels of `multi_tensor`: partial results of chunks, all of them put together, and scaling in place."""
+"""Kernels of `multi_tensor`: partial results per chunk, their total, and scaling in place."""
 
 from ...language import tl, triton
 from ...runtime import kernel
@@ -6,7 +6,7 @@ from ...runtime import kernel
 
 @triton.jit
 def _chunk(table_ptr, first):
-    """(address, length, place): those of the chunk of this program, and its place among all chunks."""
+    """Return (address, length, index among all chunks) of this program's chunk."""
     chunk = tl.program_id(0).to(tl.int64) + first
     entry = table_ptr + 2 * chunk
     return tl.load(entry), tl.load(entry + 1), chunk
@@ -14,19 +14,19 @@ def _chunk(table_ptr, first):
 
 @triton.jit
 def _add(x, sums, bits, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
-    """(sums, bits) with a tile added: to the sums of a program, and to the bits that are set in any of its numbers. x
-    has floats if they are summed, else their bits as integers."""
+    """Add a tile to the lane sums and OR its bits into `bits`; return both. x holds floats if they are summed, else
+    their bits as integers."""
     if WHAT == "norm2":
         x = x.to(tl.float32)
         if scale is not None:
             x = x * scale
-        elif EXPONENT != 0x7C00:  # squares of fp16 neither vanish nor overflow
+        elif EXPONENT != 0x7C00:  # fp16 squares neither underflow nor overflow
             bits |= x.to(tl.int32, bitcast=True)
         sums += x * x
     elif WHAT == "norm1":
         sums += tl.abs(x.to(tl.float32))
     elif WHAT == "norminf":
-        # As integers the magnitudes are ordered as the numbers are, and NaN comes last.
+        # Magnitudes compare alike as integers and as floats, with NaN last.
         sums = tl.maximum(sums, x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     elif WHAT == "zeros":
         sums += ((x << 1) == 0).to(tl.int32)
@@ -37,19 +37,19 @@ def _add(x, sums, bits, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.constexpr, TILE: tl.constexpr):
-    """(sums, bits) of each lane of a program over its chunk, [TILE] each."""
+    """Return each lane's (sums, bits) over this program's chunk, [TILE] each."""
     lane = tl.arange(0, TILE)
     sums = tl.zeros((TILE,), tl.float32 if WHAT == "norm2" or WHAT == "norm1" else tl.int32)
     bits = tl.zeros((TILE,), tl.int32)
-    whole = (count // TILE) * TILE
-    for begin in range(0, whole, TILE):
-        # Where a chunk has a whole tile it begins at a multiple of 16 bytes.
+    full = (count // TILE) * TILE
+    for begin in range(0, full, TILE):
+        # A chunk that has a full tile is 16-byte aligned.
         x = tl.load(tl.multiple_of(start_ptr + begin, 16) + lane)  # [TILE]
         sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
-    if whole < count:
-        # Past the end the value must not count: not a zero where zeros are counted, and finite.
+    if full < count:
+        # Padding lanes must not count: nonzero where zeros are counted, and finite.
         OTHER: tl.constexpr = 1 if WHAT == "zeros" or WHAT == "nonfinite" else 0
-        x = tl.load(start_ptr + whole + lane, mask=whole + lane < count, other=OTHER)  # [TILE]
+        x = tl.load(start_ptr + full + lane, mask=full + lane < count, other=OTHER)  # [TILE]
         sums, bits = _add(x, sums, bits, scale, WHAT, EXPONENT)
     return sums, bits
 
@@ -58,9 +58,9 @@ def _over_chunk(start_ptr, count, scale, WHAT: tl.constexpr, EXPONENT: tl.conste
 def multi_tensor_reduce_kernel(
     table_ptr,  # [chunks, 2]: address, length
     partial_ptr,  # [chunks]
-    first,  # the place of the first chunk of this dtype
-    ELEMENT: tl.constexpr,  # what lies at the addresses: a float type, or an integer of as many bits
-    EXPONENT: tl.constexpr,  # a mask of the exponent's bits
+    first,  # index of the first chunk of this dtype
+    ELEMENT: tl.constexpr,  # element type at the addresses: a float type, or an integer of equal width
+    EXPONENT: tl.constexpr,  # mask of the exponent bits
     WHAT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -71,14 +71,14 @@ def multi_tensor_reduce_kernel(
         squares = tl.sum(sums, axis=0)
         partial = tl.sqrt_rn(squares)
         if EXPONENT != 0x7C00:
-            # If the sum is below 2^-80 then every |x| is below 2^-40, and squares may have vanished. In a larger sum,
-            # squares that vanished are too small to count.
+            # If the sum is below 2^-80, every |x| is below 2^-40 and squares may have underflowed. In a larger sum,
+            # squares that underflowed are too small to matter.
             small = squares < 8.271806125530277e-25
             if (small | (squares > 8.507059173023462e37)) & (tl.max(bits & 0x7FFFFFFF, axis=0) != 0):  # 2^126
                 scale = tl.where(small, 1.2379400392853803e27, 8.271806125530277e-25)  # 2^90, 2^-80
-                again, _ = _over_chunk(start_ptr, count, scale, WHAT, EXPONENT, TILE)
+                rescaled, _ = _over_chunk(start_ptr, count, scale, WHAT, EXPONENT, TILE)
                 up = tl.where(small, 8.077935669463161e-28, 1.2089258196146292e24)
-                partial = tl.sqrt_rn(tl.sum(again, axis=0)) * up
+                partial = tl.sqrt_rn(tl.sum(rescaled, axis=0)) * up
     elif WHAT == "norminf":
         partial = tl.max(sums, axis=0).to(tl.float32, bitcast=True)
     elif WHAT == "nonfinite":
@@ -90,23 +90,22 @@ def multi_tensor_reduce_kernel(
 
 @triton.jit
 def _norm_of_norms(partial_ptr, count, bits, WHAT: tl.constexpr, TILE: tl.constexpr):
-    """The norm of partial norms, all of them finite; `bits` are the bits of the largest."""
-    # All are multiplied by a power of two that brings the largest into [1, 2), unless it is subnormal: no sum
-    # overflows.
+    """Combine finite partial norms into one norm; `bits` are the bits of the largest."""
+    # A power of two scales all of them so that the largest is in [1, 2) unless it is subnormal: no sum overflows.
     exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     up = (exponent << 23).to(tl.float32, bitcast=True)
     lane = tl.arange(0, TILE)
-    sums, lost = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    sums, error = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for begin in range(0, count, TILE):
         term = tl.load(partial_ptr + begin + lane, mask=begin + lane < count, other=0.0) * down
         if WHAT == "norm2":
             term = term * term
         sum_ = sums + term
-        there = sum_ - sums
-        lost += (sums - (sum_ - there)) + (term - there)  # what the addition rounded away (Knuth)
+        added = sum_ - sums
+        error += (sums - (sum_ - added)) + (term - added)  # rounding error of the addition (Knuth's TwoSum)
         sums = sum_
-    total = tl.sum(sums, axis=0) + tl.sum(lost, axis=0)
+    total = tl.sum(sums, axis=0) + tl.sum(error, axis=0)
     if WHAT == "norm2":
         total = tl.sqrt_rn(total)
     return total * up
@@ -115,7 +114,7 @@ def _norm_of_norms(partial_ptr, count, bits, WHAT: tl.constexpr, TILE: tl.conste
 @kernel
 def multi_tensor_total_kernel(
     partial_ptr,  # [count]
-    total_ptr,  # one number
+    total_ptr,  # one element
     count,
     WHAT: tl.constexpr,
     TILE: tl.constexpr,
@@ -137,7 +136,7 @@ def multi_tensor_total_kernel(
         else:
             total = bits.to(tl.float32, bitcast=True)
             if WHAT == "norm1" or WHAT == "norm2":  # noqa: SIM102
-                if bits < 0x7F800000:  # else the largest is infinite or NaN, and so is the norm
+                if bits < 0x7F800000:  # otherwise the norm is infinite or NaN, like the largest
                     total = _norm_of_norms(partial_ptr, count, bits, WHAT, TILE)
             tl.store(total_ptr, total)
 
@@ -145,22 +144,22 @@ def multi_tensor_total_kernel(
 @kernel
 def multi_tensor_clip_kernel(
     table_ptr,  # [chunks, 2]
-    norm_ptr,  # one number
+    norm_ptr,  # one element
     first,
     max_norm: float,
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
     coefficient = tl.div_rn(max_norm, tl.load(norm_ptr) + 1e-6)
-    if not (coefficient >= 1.0):  # a coefficient of NaN is applied as well
+    if not (coefficient >= 1.0):  # a NaN coefficient is applied too
         address, count, _ = _chunk(table_ptr, first)
         start_ptr = address.to(tl.pointer_type(ELEMENT))
         lane = tl.arange(0, TILE)
-        whole = (count // TILE) * TILE
-        for begin in range(0, whole, TILE):
+        full = (count // TILE) * TILE
+        for begin in range(0, full, TILE):
             tile_ptr = tl.multiple_of(start_ptr + begin, 16) + lane  # [TILE]
             tl.store(tile_ptr, (tl.load(tile_ptr).to(tl.float32) * coefficient).to(ELEMENT))
-        if whole < count:
-            tile_ptr, mask = start_ptr + whole + lane, whole + lane < count  # [TILE]
+        if full < count:
+            tile_ptr, mask = start_ptr + full + lane, full + lane < count  # [TILE]
             x = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
             tl.store(tile_ptr, (x * coefficient).to(ELEMENT), mask=mask)

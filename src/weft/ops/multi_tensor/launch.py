@@ -1,4 +1,4 @@
-"""The launches over many tensors."""
+"""Launches of the multi-tensor kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPONENTS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 
 
 
 class ChunkConfig(NamedTuple):
-    """How a chunk is read: `tile` numbers at a time."""
+    """Launch choice of the chunk kernels: `tile` elements at a time."""
 
     tile: int
     num_warps: int
@@ -29,7 +29,7 @@ class ChunkConfig(NamedTuple):
 
 @choice("multi_tensor", tile=(128, 16384), num_warps=(1, 16))
 def chunk_config(kernel: str, what: str, itemsize: int, target: Capabilities) -> ChunkConfig:
-    """For the kernels "reduce", "total" and "clip": 16 numbers to each of the 256 threads of an NVIDIA GPU."""
+    """Return 16 elements for each of the 256 threads of an NVIDIA GPU, for "reduce", "total" and "clip"."""
     return ChunkConfig(512 if target.is_cpu else 4096, 8)
 
 
@@ -83,16 +83,16 @@ def launch_multi_tensor_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
 
 def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
     table, reached = table_of(a.tensors)
-    if reached is not a.tensors:  # one of them is not contiguous
+    if reached is not a.tensors:  # some tensor is not contiguous
         refuse_expanded(a.tensors)
     if table.overlapping:
         raise shared_memory()
     norm = a.norm
     begins, ends = table.spans
     address = norm.data_ptr()
-    place = bisect_right(begins, address) - 1
-    if place >= 0 and address < ends[place]:
-        norm = norm.clone()  # it lies in a tensor to be scaled: programs could read it after it was scaled
+    index = bisect_right(begins, address) - 1
+    if index >= 0 and address < ends[index]:
+        norm = norm.clone()  # it lies inside a tensor to be scaled, so programs could read it after scaling
     target = capabilities_of(table.entries.device)
     for segment in table.segments:
         _clip_launch(segment.dtype, target)(

@@ -1,19 +1,18 @@
-"""Statistics of many tensors at once: the norm of all gradients, clipping by it, zeros, numbers that are not finite.
+"""Norms, zero counts and finiteness of many tensors at once, and gradient clipping.
 
     norm_p = (sum over tensors, sum over elements of |x|^p)^(1/p)          p = 1, 2, or the largest |x| for p = inf
     x *= c,  c = min(1, max_norm / (norm + 1e-6))                          rounded once to x's dtype
-    zeros = number of elements with x == 0                                 -0.0 is one; NaN and subnormals are not
-    nonfinite = whether any x is infinite or NaN
+    zeros = number of elements with x == 0                                 -0.0 counts; NaN and subnormals do not
+    nonfinite = any x is infinite or NaN
 
-A `table` cuts tensors into chunks. One launch for each dtype gives a partial result for each chunk, in fp32 or int32;
-one more launch puts them together. How the numbers are added depends on neither the device's size nor the number of
-threads:
+A `table` cuts tensors into chunks. One launch per dtype computes a partial result for each chunk, in fp32 or int32;
+one more launch combines them. The order of additions depends on neither the device's size nor the number of threads:
 
-- in a chunk, each lane adds every TILE-th number in fp32, and a tree adds the lanes;
-- a partial 2-norm is a norm, not its square. Where the sum of squares is so small or so large that squares may have
-  vanished or overflowed, and the chunk is not all zeros, it is read again and x scaled by 2^90 or 2^-80;
-- partial norms are put together as multiples of a power of two near the largest, in fp32 with the rounding errors added
-  up beside the sum, in the order of the table: dtypes as they first come in the list, then tensors.
+- within a chunk, each lane adds every TILE-th element in fp32, and a tree adds the lanes;
+- a partial 2-norm is a norm, not its square. If the sum of squares is so small or large that squares may have
+  underflowed or overflowed, and the chunk is not all zeros, it is read again with x scaled by 2^90 or 2^-80;
+- partial norms are combined as multiples of a power of two near the largest, in compensated fp32 summation, in the
+  order of the table: dtypes in order of first appearance, then tensors.
 """
 
 from __future__ import annotations
@@ -79,38 +78,37 @@ def grad_norm(
     groups: Sequence[Any] = (),
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The p-norm of all numbers of all gradients together, as if they were one tensor: 1, 2 or `math.inf`.
+    """Return the p-norm (1, 2 or `math.inf`) of all gradients together, as if they were one tensor.
 
-    The result is a 0-dim tensor on the device, in fp32 (fp64 if a gradient is); nothing waits for it. A NaN anywhere
-    makes it NaN, else an infinity makes it infinite; finite fp32 numbers neither overflow nor vanish on the way. The
-    same tensors give the same bits.
+    The result is a 0-dim tensor on the device, in fp32 (fp64 if a gradient is); the host does not wait for it. A NaN
+    anywhere makes it NaN, else an infinity makes it infinite; finite fp32 values neither overflow nor underflow in
+    between. Equal tensors give equal bits.
 
-    - tensors: an iterable of gradients or of parameters, such as `model.parameters()`; None is passed over. As in
-      torch, a parameter, or another tensor that has a `.grad` or is a leaf that requires one, stands for its `.grad`,
-      and is passed over where that is None: with no gradient at all the norm is 0. Every other tensor stands for
-      itself; `p.detach()` is the weight.
+    - tensors: an iterable of gradients or of parameters, such as `model.parameters()`; None is skipped. As in torch, a
+      parameter, or another tensor that has a `.grad` or is a leaf that requires one, contributes its `.grad` and is
+      skipped if that is None; with no gradient at all the norm is 0. Every other tensor contributes itself, so
+      `p.detach()` counts the weight.
 
-      Gradients are of any shapes, empty ones too, in bf16, fp16, fp32 or fp64, mixed, on any devices. Each counts as
-      often as it is in the list: give a tied weight's gradient once. Tensors with gaps (slices) are copied first; dense
-      ones of any stride order are read where they lie. A `QTensor` is dequantised.
+      Gradients may have any shape, even empty, in bf16, fp16, fp32 or fp64, mixed, on any devices. Each counts once per
+      occurrence in the list: pass a tied weight's gradient once. Non-dense tensors (slices) are copied first; dense
+      tensors of any stride order are read in place. A `QTensor` is dequantized.
     - norm_type: 1, 2, `math.inf` or "inf".
-    - groups: process groups over whose ranks the tensors are sharded. Where kinds of parameters are sharded
-      differently, give a list of `Shards` instead, the same kinds in the same order on every rank:
+    - groups: process groups over whose ranks the tensors are sharded. If parameters are sharded in different ways, pass
+      a list of `Shards` instead, in the same order on every rank:
 
           dense, split by tensor parallelism     Shards(a, (tp, pp))
           dense, replicated in it (norms)        Shards(b, (pp,))
           experts                                Shards(c, (ep, expert_tp, pp))
 
-      A rank without tensors of a kind gives an empty list, and takes part. With a distributed optimizer, the
-      data-parallel group is one more. A DTensor (FSDP2, tensor parallelism) says itself over which groups it is
-      sharded; `groups` names only those that its mesh does not have, such as pipeline stages. All ranks of a mesh give
-      their pieces of the same DTensors, in the same order.
-    - device: of the result; that of the first tensor that is not on a CPU if it is not given. Name it where the list
-      may be empty and a group needs tensors on a GPU.
+      A rank that holds none of them passes an empty list and still takes part. A distributed optimizer adds the
+      data-parallel group. A DTensor (FSDP2, tensor parallelism) knows the groups that shard it; `groups` names only
+      groups outside its mesh, such as pipeline stages. All ranks of a mesh pass their shards of the same DTensors, in
+      the same order.
+    - device: device of the result, by default that of the first tensor that is not on a CPU. Set it if the list may be
+      empty and a group needs tensors on a GPU.
 
-    The sums of p-th powers are added over groups in fp64, with one collective for each group; the result is a plain
-    tensor, the same on all ranks. A DTensor that is placed as `Partial` is summed up first, with a collective of its
-    own.
+    Sums of p-th powers are added over groups in fp64, with one collective per group; the result is a plain tensor, the
+    same on all ranks. A DTensor placed as `Partial` is summed first, with a collective of its own.
 
     >>> import torch, weft
     >>> weft.grad_norm([torch.tensor([3.0, 0.0]), None, torch.tensor([[4.0]], dtype=torch.bfloat16)])
@@ -122,9 +120,9 @@ def grad_norm(
 def count_zeros(
     tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
 ) -> Tensor:
-    """How many numbers are zero: an int64 0-dim tensor on the device. -0.0 is zero, subnormal numbers and NaN are not.
+    """Return the number of zeros as a 0-dim int64 tensor on the device. -0.0 counts; subnormals and NaN do not.
 
-    Arguments are those of `grad_norm`.
+    Takes the arguments of `grad_norm`.
 
     >>> import torch, weft
     >>> weft.count_zeros([torch.tensor([0.0, -0.0, 1e-45]), torch.zeros(3, dtype=torch.bfloat16)])
@@ -136,10 +134,10 @@ def count_zeros(
 def any_nonfinite(
     tensors: Tensors, *, groups: Sequence[Any] = (), device: torch.device | str | None = None
 ) -> Tensor:
-    """Whether any number is infinite or NaN: a bool 0-dim tensor on the device. Arguments are those of `grad_norm`.
+    """Return whether any element is infinite or NaN, as a 0-dim bool tensor on the device.
 
-    Ask before a tensor is quantised. Afterwards it may be too late: in the usual formats an Inf has become the largest
-    code with a scale of 1 (±448 in e4m3), which is finite. See `quantize`.
+    Takes the arguments of `grad_norm`. Call it before quantizing: in the default formats an Inf becomes the largest
+    code with scale 1 (±448 in e4m3), which is finite. See `quantize`.
 
     >>> import torch, weft
     >>> weft.any_nonfinite([torch.ones(3), torch.tensor([float("nan")])])
@@ -159,25 +157,24 @@ def clip_grads_(
     groups: Sequence[Any] = (),
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; returns the norm that they had. It replaces
-    `torch.nn.utils.clip_grad_norm_`, and takes gradients as well as parameters.
+    """Scale gradients in place so that their norm is at most `max_norm`, and return the norm before scaling. A drop-in
+    replacement for `torch.nn.utils.clip_grad_norm_` that takes gradients as well as parameters.
 
-    Each number is multiplied by min(1, max_norm / (norm + 1e-6)), the coefficient of torch's `clip_grad_norm_`, in
-    fp32, and rounded once. The coefficient is made on the device, so nothing waits; where it is 1 nothing is read or
-    written.
+    Each element is multiplied by min(1, max_norm / (norm + 1e-6)), torch's coefficient, in fp32, and rounded once. The
+    coefficient is computed on the device, so the host does not wait; if it is 1, nothing is read or written.
 
-    - parameters, norm_type, groups, device: those of `grad_norm`. A tensor that stands for its `.grad` is never written
-      to. Each rank scales its piece of a DTensor. A `QTensor` keeps its codes, and its fp32 scales (for nvfp4 the one
-      of the whole tensor) are multiplied. Scales that were powers of two are then no longer such, so its format becomes
-      the one without `pow2`. The scales of mx can only be powers of two, so mx is refused.
-    - error_if_nonfinite: raise a RuntimeError instead of clipping by a norm that is infinite or NaN. Only with this
-      option the host waits for the device.
-    - foreach: ignored; it is accepted because torch's function has it.
-    - norm: the norm to clip by, if `grad_norm` has been called before (perhaps with more tensors); by default it is
-      computed here.
+    - parameters, norm_type, groups, device: as in `grad_norm`. A tensor that contributes its `.grad` is never written
+      itself. Each rank scales its shard of a DTensor. A `QTensor` keeps its codes; its fp32 scales (for nvfp4 the
+      global scale) are multiplied. Power-of-two scales then no longer are, so `pow2` is dropped from its format. mx
+      scales can only be powers of two, so mx gradients raise ValueError.
+    - error_if_nonfinite: raise RuntimeError instead of clipping by an infinite or NaN norm. Only this option makes the
+      host wait for the device.
+    - foreach: ignored; accepted for compatibility with torch.
+    - norm: the norm to clip by, if `grad_norm` was called before (perhaps with more tensors); computed by default.
 
-    As in torch, an infinite norm makes finite numbers 0 and infinite ones NaN, and a norm of NaN makes everything NaN:
-    look at the norm, or at `any_nonfinite`, before the optimizer's step. Two tensors that share memory are refused.
+    As in torch, an infinite norm turns finite elements into 0 and infinite ones into NaN, and a NaN norm turns
+    everything into NaN: check the norm, or `any_nonfinite`, before the optimizer step. Tensors that share memory raise
+    ValueError.
 
     >>> import torch, weft
     >>> gradients = [torch.tensor([3.0]), torch.tensor([4.0])]
@@ -188,17 +185,18 @@ def clip_grads_(
     """
     if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
         raise TypeError(
-            "max_norm must be a number: to read it from a tensor, the host would wait for the device"
+            "max_norm must be a number, because reading it from a device tensor would make the host wait; got a tensor "
+            f"on {max_norm.device}"
         )
     max_norm = float(max_norm) if isinstance(max_norm, Tensor) else real("max_norm", max_norm)
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be at least 0; got {max_norm}")
     what, kinds = _what(norm_type), kinds_of(parameters, groups)
-    given = None if norm is None else _given_norm(norm)
-    if all(kind.plain for kind in kinds) and (given is None or not given.requires_grad):
-        return _clip(kinds, max_norm, what, given, device, error_if_nonfinite)
+    norm_override = None if norm is None else _checked_norm(norm)
+    if all(kind.plain for kind in kinds) and (norm_override is None or not norm_override.requires_grad):
+        return _clip(kinds, max_norm, what, norm_override, device, error_if_nonfinite)
     with torch.no_grad():
-        return _clip(kinds, max_norm, what, given, device, error_if_nonfinite)
+        return _clip(kinds, max_norm, what, norm_override, device, error_if_nonfinite)
 
 
 def _clip(
@@ -209,23 +207,25 @@ def _clip(
     device: torch.device | str | None,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """`clip_grads_` where autograd records nothing: for plain tensors, or under `no_grad`."""
+    """Run `clip_grads_` where autograd records nothing: for plain tensors, or under `no_grad`."""
     gradients = kinds[0].gradients if len(kinds) == 1 else [t for kind in kinds for t in kind.gradients]
     plain = all(kind.plain for kind in kinds)
     sets = _sets(gradients if plain else memory_of(gradients))
     if len(sets) > 1 and not torch.compiler.is_compiling():
-        # The op sees one set at a time, so memory shared between sets has to be found before any is clipped.
-        check_writable([t for alike in sets.values() for t in alike])
+        # The op sees one set at a time, so memory shared between sets must be detected before any is clipped.
+        check_writable([t for members in sets.values() for t in members])
     if norm is None:
         norm = _statistic(kinds, what, device)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"the norm of the gradients is {norm.item()}, so nothing was clipped: skip this step, or clip by "
-            "such a norm with error_if_nonfinite=False"
+            f"the norm of the gradients is {norm.item()}, so nothing was clipped: skip this step, or pass "
+            "error_if_nonfinite=False to clip by it anyway"
         )
-    for (on, double), alike in sets.items():
-        here = norm.to(on, torch.float64 if double else torch.float32, non_blocking=on.type != "cpu")
-        multi_tensor_clip_op(ClipArgs(alike, here, max_norm))
+    for (set_device, double), members in sets.items():
+        local_norm = norm.to(
+            set_device, torch.float64 if double else torch.float32, non_blocking=set_device.type != "cpu"
+        )
+        multi_tensor_clip_op(ClipArgs(members, local_norm, max_norm))
     if not plain:
         mark_clipped(gradients)
     return norm
@@ -238,11 +238,11 @@ def _what(norm_type: float | str) -> str:
         raise ValueError(f"norm_type must be 1, 2 or math.inf; got {norm_type}") from None
 
 
-def _given_norm(norm: Any) -> Tensor:
+def _checked_norm(norm: Any) -> Tensor:
     if not isinstance(norm, Tensor):
-        raise TypeError(f"norm must be a tensor, as grad_norm gives it; got a {type(norm).__name__}")
+        raise TypeError(f"norm must be a tensor, as grad_norm returns it; got a {type(norm).__name__}")
     if norm.numel() != 1 or not norm.is_floating_point():
-        raise ValueError(f"norm must be one floating-point number; got {norm.dtype} {tuple(norm.shape)}")
+        raise ValueError(f"norm must have one floating-point element; got {norm.dtype} {tuple(norm.shape)}")
     return norm.full_tensor() if is_distributed(norm) else norm  # type: ignore[attr-defined]
 
 
@@ -250,24 +250,24 @@ _Sets = dict[tuple[torch.device, bool], list[Tensor]]
 
 
 def _sets(tensors: list[Tensor]) -> _Sets:
-    """The tensors in sets that one call of an op can take: of one device, and all or none in fp64."""
+    """Group tensors into sets that one op call can take: one device, and all or none in fp64."""
     if not tensors:
         return {}
     dtypes = {t.dtype for t in tensors}
     if not _DTYPES.issuperset(dtypes):
         wrong = ", ".join(sorted(str(dtype) for dtype in dtypes - _DTYPES))
-        raise ValueError(f"gradients must be of float32, bfloat16, float16 or float64; one is of {wrong}")
+        raise ValueError(f"gradients must be float32, bfloat16, float16 or float64; got {wrong}")
     double = torch.float64 in dtypes
     if not (double and len(dtypes) > 1) and _on_one_device(tensors):
         return {(tensors[0].device, double): tensors}
-    found: _Sets = {}
+    sets: _Sets = {}
     for t in tensors:
-        found.setdefault((t.device, t.dtype is torch.float64), []).append(t)
-    return found
+        sets.setdefault((t.device, t.dtype is torch.float64), []).append(t)
+    return sets
 
 
 def _on_one_device(tensors: list[Tensor]) -> bool:
-    if tensors[0].is_cpu:  # to ask each for its device takes five times as long
+    if tensors[0].is_cpu:  # comparing devices takes five times as long
         return False not in {t.is_cpu for t in tensors}
     if tensors[0].is_cuda:
         return all(t.is_cuda for t in tensors) and len({t.get_device() for t in tensors}) == 1
@@ -275,86 +275,86 @@ def _on_one_device(tensors: list[Tensor]) -> bool:
 
 
 class _Part(NamedTuple):
-    """The numbers, one for each device and precision, of tensors that are sharded alike."""
+    """Statistics of tensors with one placement, one per device and precision."""
 
-    numbers: list[Tensor]
+    totals: list[Tensor]
     kind: int
-    groups: tuple[Any, ...]  # the groups of their meshes over whose ranks numbers are added up
+    groups: tuple[Any, ...]  # mesh groups over whose ranks the statistics are combined
 
 
 def _statistic(kinds: list[Kind], what: str, device: torch.device | str | None) -> Tensor:
     if device is None and len(kinds) == 1 and kinds[0].plain and not kinds[0].groups:
         sets = _sets(kinds[0].gradients)
         if len(sets) == 1:
-            (alike,) = sets.values()
-            return multi_tensor_reduce_op(ReduceArgs(alike, what)).total
+            (members,) = sets.values()
+            return multi_tensor_reduce_op(ReduceArgs(members, what)).total
     parts: list[_Part] = []
-    rest = []  # for each kind, the groups that do not belong to its meshes
+    rest = []  # per kind, its groups outside of meshes
     with torch.no_grad():
         for number, kind in enumerate(kinds):
             tensors = numbers_of(kind)
-            along = [group for placed in tensors for groups in placed for group in groups]
-            shared = _of_a_mesh(kind.groups, along)
+            mesh_groups = [group for placed in tensors for groups in placed for group in groups]
+            shared = _mesh_groups(kind.groups, mesh_groups)
             rest.append([group for group in kind.groups if group not in shared])
-            for placed, alike in tensors.items():
-                numbers = [
-                    multi_tensor_reduce_op(ReduceArgs(some, what)).total for some in _sets(alike).values()
+            for placed, members in tensors.items():
+                totals = [
+                    multi_tensor_reduce_op(ReduceArgs(subset, what)).total
+                    for subset in _sets(members).values()
                 ]
-                given = [group for group in shared.values() if group not in placed.replicated]
-                parts.append(_Part(numbers, number, tuple(dict.fromkeys((*placed.sharded, *given)))))
+                remaining = [group for group in shared.values() if group not in placed.replicated]
+                parts.append(_Part(totals, number, tuple(dict.fromkeys((*placed.sharded, *remaining)))))
         if device is None:
-            devices = [number.device for part in parts for number in part.numbers]
+            devices = [number.device for part in parts for number in part.totals]
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        return _together(parts, rest, what, torch.device(device))
+        return _combine_ranks(parts, rest, what, torch.device(device))
 
 
-def _of_a_mesh(groups: tuple[Any, ...], along: list[Any]) -> dict[Any, Any]:
-    """The given groups that DTensors know from their meshes, each with the group of the same ranks in `along`, the
-    groups of these meshes. Plain tensors beside the DTensors are added up over them as well."""
-    found: dict[Any, Any] = {}
-    if not (groups and along):
-        return found
+def _mesh_groups(groups: tuple[Any, ...], mesh_groups: list[Any]) -> dict[Any, Any]:
+    """Return the groups that are also mesh groups of the DTensors, each with the mesh group of the same ranks. Plain
+    tensors next to the DTensors are summed over them too."""
+    matches: dict[Any, Any] = {}
+    if not (groups and mesh_groups):
+        return matches
     ranks_of = torch.distributed.get_process_group_ranks
     for group in groups:
         ranks = set(ranks_of(group))
-        for own in along:
-            of_own = set(ranks_of(own))
-            if ranks == of_own:
-                found[group] = own
-            elif len(ranks & of_own) > 1:
+        for mesh_group in mesh_groups:
+            mesh_ranks = set(ranks_of(mesh_group))
+            if ranks == mesh_ranks:
+                matches[group] = mesh_group
+            elif len(ranks & mesh_ranks) > 1:
                 raise ValueError(
-                    f"a DTensor is on a mesh with the group of ranks {sorted(of_own)}, and groups= has "
-                    f"{sorted(ranks)}: what both have would be added up twice. A DTensor needs no groups of its mesh"
+                    f"a DTensor's mesh has the group of ranks {sorted(mesh_ranks)}, and groups= has {sorted(ranks)}: "
+                    "ranks in both would be added up twice. Remove groups of the mesh from groups="
                 )
-    return found
+    return matches
 
 
-def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torch.device) -> Tensor:
-    """One number from those of all parts, over the ranks of their groups: first over the groups of meshes, then, with
-    one number for each kind of tensors, over `rest`. So ranks on different meshes take part in the same collectives,
-    whatever they have on their meshes.
+def _combine_ranks(parts: list[_Part], rest: list[list[Any]], what: str, device: torch.device) -> Tensor:
+    """Combine the statistics of all parts over the ranks of their groups: first over mesh groups, then over `rest`,
+    with one value per kind. Ranks on different meshes thus take part in the same collectives.
 
-    Sums are in float64 or int64, which is exact enough. A largest norm is compared by its bits as an integer, which
-    keeps NaN."""
+    Sums are float64 or int64, which is exact enough. Maximum norms are compared by their bits as integers, which keeps
+    NaN."""
     result = dtype_of_total([], what)
-    if any(number.dtype is torch.float64 for part in parts for number in part.numbers):
+    if any(value.dtype is torch.float64 for part in parts for value in part.totals):
         result = torch.float64
     dtype = torch.int64 if what in ("zeros", "nonfinite") else torch.float64
     largest = what in ("norminf", "nonfinite")
     local = []
     for part in parts:
-        moved = [number.to(device, dtype, non_blocking=device.type != "cpu") for number in part.numbers]
-        numbers = torch.stack([torch.zeros((), dtype=dtype, device=device), *moved])
+        moved = [value.to(device, dtype, non_blocking=device.type != "cpu") for value in part.totals]
+        values = torch.stack([torch.zeros((), dtype=dtype, device=device), *moved])
         if what == "norminf":
-            numbers = numbers.abs().view(torch.int64)
+            values = values.abs().view(torch.int64)
         elif what == "norm2":
-            numbers = numbers.square()
-        local.append(_combined(numbers, largest))
+            values = values.square()
+        local.append(_combined(values, largest))
     local = _over_groups(local, [part.groups for part in parts], largest)
     kinds = []
     for kind in range(len(rest)):
-        its = [number for number, part in zip(local, parts, strict=True) if part.kind == kind]
-        kinds.append(_combined(torch.stack(its), largest))
+        members = [value for value, part in zip(local, parts, strict=True) if part.kind == kind]
+        kinds.append(_combined(torch.stack(members), largest))
     total = _combined(torch.stack(_over_groups(kinds, rest, largest)), largest)
     if what == "norminf":
         return total.view(torch.float64).to(result)
@@ -363,18 +363,18 @@ def _together(parts: list[_Part], rest: list[list[Any]], what: str, device: torc
     return total.sqrt().to(result) if what == "norm2" else total.to(result)
 
 
-def _combined(numbers: Tensor, largest: bool) -> Tensor:
-    return numbers.amax() if largest else numbers.sum()
+def _combined(values: Tensor, largest: bool) -> Tensor:
+    return values.amax() if largest else values.sum()
 
 
-def _over_groups(numbers: list[Tensor], groups: Sequence[Sequence[Any]], largest: bool) -> list[Tensor]:
-    """Each number, summed or compared over the ranks of its groups, with one collective for each group."""
-    numbers = list(numbers)
-    for group in dict.fromkeys(group for some in groups for group in some):
-        places = [place for place, some in enumerate(groups) if group in some]
-        together = torch.stack([numbers[place] for place in places])
+def _over_groups(values: list[Tensor], groups: Sequence[Sequence[Any]], largest: bool) -> list[Tensor]:
+    """Reduce each value by sum or maximum over the ranks of its groups, with one collective per group."""
+    values = list(values)
+    for group in dict.fromkeys(group for own_groups in groups for group in own_groups):
+        indices = [index for index, own_groups in enumerate(groups) if group in own_groups]
+        stacked = torch.stack([values[index] for index in indices])
         op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-        torch.distributed.all_reduce(together, op, group)
-        for place, number in zip(places, together.unbind(), strict=True):
-            numbers[place] = number
-    return numbers
+        torch.distributed.all_reduce(stacked, op, group)
+        for index, value in zip(indices, stacked.unbind(), strict=True):
+            values[index] = value
+    return values

@@ -1,4 +1,4 @@
-"""Statistics of many tensors in plain PyTorch: the definition of right."""
+"""PyTorch reference of the multi-tensor ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .table import check_writable, is_dense
 
 
 def multi_tensor_reduce_reference(a: ReduceArgs) -> ReduceOutputs:
-    """The definition, in float64."""
+    """Reduce in float64 what the kernels reduce in fp32."""
     check_strided(a.tensors)
     total = allocate_reduce(a).total
     parts = [t for t in a.tensors if t.numel()]
@@ -27,10 +27,10 @@ def multi_tensor_reduce_reference(a: ReduceArgs) -> ReduceOutputs:
 
 
 def multi_tensor_clip_reference(a: ClipArgs) -> Nothing:
-    """The definition, in place; a coefficient of 1 changes nothing."""
+    """Clip in place; a coefficient of 1 changes nothing."""
     check_writable(a.tensors)
     coefficient = torch.full_like(a.norm, a.max_norm).div(a.norm + 1e-6).clamp(max=1.0)
-    # All are read before any is written, so that numbers in memory that slices share are scaled once.
+    # All are read before any is written, so that elements shared by slices are scaled once.
     sources = [t if is_dense(t) else t.contiguous() for t in a.tensors]
     for t, source in zip(a.tensors, sources, strict=True):
         t.copy_(source.to(torch.promote_types(t.dtype, a.norm.dtype)) * coefficient)

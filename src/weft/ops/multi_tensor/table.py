@@ -1,9 +1,9 @@
-"""The table of chunks, by which one launch reaches the elements of many tensors.
+"""Table of chunks through which one launch reaches the elements of many tensors.
 
-A tensor is cut into chunks of `CHUNK` neighbours. A table in the device's memory holds the address and the length of
-every chunk, for all tensors of the device; it is made once and found again as long as the tensors stay where they are.
-A chunk begins at a multiple of 16 bytes. If a tensor does not, the few elements before the first such address are a
-chunk of their own. So all loads except those at the ends of a tensor are 128 bits wide.
+A tensor is cut into chunks of `CHUNK` consecutive elements. A table in device memory holds the address and the length
+of every chunk, for all tensors of the device; it is cached as long as the tensors stay in place. Chunks are 16-byte
+aligned: if a tensor is not, the few elements before its first aligned address form a chunk of their own. So all loads
+except those at the ends of a tensor are 128 bits wide.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .gradients import check_strided
 
-CHUNK = 65536  # elements of a program: 256 KiB of fp32, and a table of 1/16384 of the tensors' bytes
-TABLES = 64  # how many are kept, for the lists of tensors that a training loop uses again
+CHUNK = 65536  # elements per program: 256 KiB of fp32; the table takes 1/16384 of the tensors' bytes
+TABLES = 64  # cache size, for the tensor lists that a training loop reuses
 
 
 class Segment(NamedTuple):
-    """The chunks of the tensors of one dtype."""
+    """Range of chunks of one dtype."""
 
     dtype: torch.dtype
     first: int
@@ -31,26 +31,26 @@ class Segment(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Where the elements of a list of tensors lie."""
+    """Addresses of the chunks of a list of tensors, and what launches over them need."""
 
     entries: Tensor  # [chunks, 2] int64 on the device: address and number of elements
     segments: tuple[Segment, ...]
     chunks: int
     overlapping: bool  # two of the tensors share memory
     spans: tuple[list[int], list[int]]  # (begins, ends) in bytes, sorted by begin
-    host: Tensor  # what `entries` was copied from; a captured graph that contains the copy reads it again
-    stream: Any  # the stream that copied `entries`, and next the event after the copy; None on a CPU
+    host: Tensor  # source of `entries`; a captured graph that contains the copy reads it again
+    stream: Any  # stream that copied `entries`, followed by the event after the copy; None on a CPU
     ready: Any
 
 
 _tables: OrderedDict[Any, Table] = OrderedDict()
 _latest: Table | None = None  # the table of the last call
 _tables_lock = threading.Lock()
-_held: dict[int, Table] = {}  # tables that captured graphs read
+_captured: dict[int, Table] = {}  # tables that captured graphs read
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one piece of memory without gaps or overlaps, in any order."""
+    """Return whether the elements fill one range of memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True)):
         if size != 1:
@@ -61,13 +61,13 @@ def is_dense(t: Tensor) -> bool:
 
 
 def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
-    """(table, reached): the table, and the tensors that its addresses are of: those given, or dense copies of tensors
-    with gaps."""
-    device, given = tensors[0].device, tensors
+    """Return (table, reached): the table, and the tensors its addresses point into, which are the arguments or dense
+    copies of non-dense ones."""
+    device, originals = tensors[0].device, tensors
     try:
         if not all(map(Tensor.is_contiguous, tensors)):
             tensors = [t if t.numel() == 0 or is_dense(t) else t.contiguous() for t in tensors]
-        # The key has all that a table depends on: if tensors are freed, the table is right for others in their memory.
+        # A table depends on nothing but its key, so it stays valid for new tensors at freed addresses.
         key = (
             device,
             tuple(map(Tensor.data_ptr, tensors)),
@@ -83,16 +83,16 @@ def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
         table = _tables.get(key)
         if table is None:
             table = _build(*key)
-            copied = any(a is not b for a, b in zip(tensors, given, strict=True))
+            copied = any(a is not b for a, b in zip(tensors, originals, strict=True))
             if not (copied or capturing or device.type == "meta"):
                 _tables[key] = table
                 if len(_tables) > TABLES:
                     _tables.popitem(last=False)
-        elif table is not _latest:  # skipped if it is the latest: hashing a key of many addresses takes time
+        elif table is not _latest:  # skip the latest: hashing a key of many addresses takes time
             _tables.move_to_end(key)
         _latest = table
-    if capturing:  # the graph reads it for as long as the process lives
-        _held[id(table)] = table
+    if capturing:  # the graph reads it until the process ends
+        _captured[id(table)] = table
     elif table.stream is not None:
         stream = torch.cuda.current_stream(device)
         if stream != table.stream:
@@ -103,28 +103,28 @@ def table_of(tensors: list[Tensor]) -> tuple[Table, list[Tensor]]:
 def _build(
     device: torch.device, addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> Table:
-    pieces: list[Tensor] = []
+    chunk_rows: list[Tensor] = []
     segments = []
     first = 0
     for dtype in dict.fromkeys(dtypes):
         begin = first
-        for address, size, its in zip(addresses, sizes, dtypes, strict=True):
-            if its is not dtype or size == 0:
+        for address, size, element_dtype in zip(addresses, sizes, dtypes, strict=True):
+            if element_dtype is not dtype or size == 0:
                 continue
-            # Elements before the first multiple of 16 bytes; on the meta device there are none, and no table.
+            # Elements before the first 16-byte boundary. Meta tensors have no addresses, hence no table.
             before = min(-address % 16 // dtype.itemsize, size)
             chunks = -(-(size - before) // CHUNK)
             first += chunks + bool(before)
             if device.type == "meta":
                 continue
             if before:
-                pieces.append(torch.tensor([[address, before]], device="cpu"))
+                chunk_rows.append(torch.tensor([[address, before]], device="cpu"))
             starts = torch.arange(chunks, device="cpu") * CHUNK
-            places = address + (starts + before) * dtype.itemsize
-            pieces.append(torch.stack([places, (size - before - starts).clamp(max=CHUNK)], 1))
+            chunk_addresses = address + (starts + before) * dtype.itemsize
+            chunk_rows.append(torch.stack([chunk_addresses, (size - before - starts).clamp(max=CHUNK)], 1))
         if first > begin:
             segments.append(Segment(dtype, begin, first - begin))
-    host = torch.cat(pieces) if pieces else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    host = torch.cat(chunk_rows) if chunk_rows else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
     spans = _spans(addresses, sizes, dtypes)
     overlapping = device.type != "meta" and _do_overlap(*spans)
     entries, stream, ready = host, None, None
@@ -142,42 +142,42 @@ def _build(
 def _spans(
     addresses: Sequence[int], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> tuple[list[int], list[int]]:
-    """(begins, ends): the first byte of each dense tensor and the one after its last, sorted by the first."""
+    """Return (begins, ends): the address range of each dense tensor, end exclusive, sorted by begin."""
     pairs = zip(addresses, sizes, dtypes, strict=True)
-    found = sorted((address, address + size * dtype.itemsize) for address, size, dtype in pairs if size)
-    return [begin for begin, _ in found], [end for _, end in found]
+    ranges = sorted((address, address + size * dtype.itemsize) for address, size, dtype in pairs if size)
+    return [begin for begin, _ in ranges], [end for _, end in ranges]
 
 
 def _do_overlap(begins: list[int], ends: list[int]) -> bool:
-    """Whether two dense tensors share memory."""
+    """Return whether two dense tensors share memory."""
     return any(address < end for address, end in zip(begins[1:], ends, strict=False))
 
 
 def check_writable(tensors: list[Tensor]) -> None:
-    """Refuse tensors in which a number would be scaled twice. Slices may share memory: they are scaled in copies."""
+    """Raise ValueError if an element would be scaled twice. Slices may share memory, because copies are scaled."""
     check_strided(tensors)
     for device in {t.device for t in tensors}:
         if device.type != "meta":
-            here = [t for t in tensors if t.device == device]
-            refuse_expanded(here)
-            dense = [t for t in here if is_dense(t)]
-            places = ([t.data_ptr() for t in dense], [t.numel() for t in dense], [t.dtype for t in dense])
-            if _do_overlap(*_spans(*places)):
+            on_device = [t for t in tensors if t.device == device]
+            refuse_expanded(on_device)
+            dense = [t for t in on_device if is_dense(t)]
+            layouts = ([t.data_ptr() for t in dense], [t.numel() for t in dense], [t.dtype for t in dense])
+            if _do_overlap(*_spans(*layouts)):
                 raise shared_memory()
 
 
 def refuse_expanded(tensors: list[Tensor]) -> None:
-    """Refuse expanded tensors, in which several elements share memory."""
+    """Raise ValueError for expanded tensors, in which several elements share memory."""
     for t in tensors:
         if not t.is_contiguous() and torch._debug_has_internal_overlap(t) == 1:
             raise ValueError(
-                "clip_grads_ writes to its tensors, but one of them was expanded, so that several of its elements "
-                "share memory: clip a contiguous() copy of it"
+                "clip_grads_ cannot write to an expanded tensor, in which several elements share memory: clip a "
+                "contiguous() copy of it"
             )
 
 
 def shared_memory() -> ValueError:
-    """The error for tensors that share memory."""
+    """Return the error for tensors that share memory."""
     return ValueError(
-        "clip_grads_ would scale a number twice: two of the tensors share memory. Give each gradient once"
+        "clip_grads_ would scale an element twice, because two tensors share memory: pass each gradient once"
     )

@@ -1,1 +1,1 @@
-"""RMSNorm, LayerNorm, and the RMSNorm of an attention's output times a gate."""
+"""RMSNorm, LayerNorm, and the gated RMSNorm of an attention output."""

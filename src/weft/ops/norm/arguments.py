@@ -1,4 +1,4 @@
-"""What norms and their backward take and give."""
+"""Arguments and outputs of norms and their backward."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class NormArgs(NamedTuple):
     weight_offset: float
     kind: str  # "rms" or "layer"
     casting: str
-    unrounded_sum: bool  # the sum with the residual is normalised before its rounding
-    stats: bool  # rstd and mean are wanted, for the backward
+    unrounded_sum: bool  # the sum with the residual is normalized before its rounding
+    stats: bool  # rstd and mean are stored, for the backward
     result: ResultOptions
 
     @property
     def keeps_h(self) -> bool:
-        """Whether h is stored: it is returned with a residual, and the backward reads it where it is not x."""
+        """Return whether h is stored: a call with a residual returns it, and the backward reads it if it is not x."""
         return self.residual is not None or (self.pre_bias is not None and self.stats)
 
     @property
     def h_dtype(self) -> torch.dtype:
-        """That of h: the one to which PyTorch promotes those of x and the residual."""
+        """Dtype of h: the PyTorch promotion of the dtypes of x and the residual."""
         dtype = self.x.dtype
         if self.residual is None or self.residual.dtype is dtype:
             return dtype
@@ -56,16 +56,16 @@ class NormGradients(NamedTuple, Generic[G]):
     bias: G
     scale: G
     shift: G
-    residual: G  # where it is not that of x, for a gate or another dtype
+    residual: G  # if it differs from that of x, because of a gate or another dtype
     residual_gate: G
     pre_bias: G
 
 
 class NormBackwardArgs(NamedTuple):
-    h: Tensor  # [..., K]; the residual, with unrounded_sum
+    h: Tensor  # [..., K]; with unrounded_sum the residual
     dy: Tensor
     dresidual: Tensor | None
-    x: Tensor | None  # of h's shape; for the gradient of residual_gate and with unrounded_sum
+    x: Tensor | None  # of h's shape; read for the gradient of residual_gate and with unrounded_sum
     pre_bias: Tensor | None
     residual_gate: Tensor | None
     weight: Tensor | None

@@ -1,4 +1,4 @@
-"""The kernels of RMSNorm and LayerNorm. What they compute, and the names, are those of `norm.py`."""
+"""Kernels of RMSNorm and LayerNorm. The docstring of `norm.py` has the formulas and their names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..common.loads import load_tile, load_vector, round_promoted, row_offset, t
 from ..common.passes import FP32_MAX
 from ..common.sums import add_to
 
-# ---- what kernels take ----------------------------------------------------------------------------------
+# ---- kernel arguments -----------------------------------------------------------------------------------
 
 
 class Size(NamedTuple):
@@ -32,14 +32,14 @@ class Size(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """How rows of a tensor [samples, cols] belong to those of x. A sample may be one row."""
+    """Mapping from the rows of x to the rows of a tensor [samples, cols]. A sample may be one row."""
 
     stride: int
-    rows: int  # of x in a sample
+    rows: int  # rows of x per sample
 
 
 class Source(NamedTuple):
-    """What h is made of. Row r of x lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    """Terms of h. Row r of x lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
 
     x: Tensor  # [rows, cols]
     residual: Tensor | None  # [rows, cols]
@@ -53,7 +53,7 @@ class Source(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """How y is made of the normalised h."""
+    """Tensors that turn the normalized h into y."""
 
     weight: Tensor | None  # [cols]
     bias: Tensor | None  # [cols]
@@ -69,28 +69,28 @@ class Statistics(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is made of h and y."""
+    """Outputs that are computed from h and y."""
 
     given: Tensor | None  # a scalar: amax of y, or the scale with STATIC
     y: Tensor | None  # [rows, cols]
     h: Tensor | None  # [rows, cols]
-    amax: Tensor | None  # [programs]: the largest |y| of each
+    amax: Tensor | None  # [programs]: the largest |y| of each program
     codes: StridedCodes  # row-wise
 
 
 class Programs(NamedTuple):
-    """How rows are dealt out to the programs of a backward. Rows of a program belong to one sample."""
+    """Assignment of rows to the programs of a backward. All rows of a program belong to one sample."""
 
-    sample_rows: int  # rows of a sample; all rows are one, unless something belongs to samples
-    sample_programs: int  # programs of a sample
-    program_rows: int  # rows of a program
+    sample_rows: int  # rows of a sample; without per-sample tensors all rows are one sample
+    sample_programs: int  # programs per sample
+    program_rows: int  # rows per program
     cols: int
 
 
 class Upstream(NamedTuple):
-    """What the gradient of h is made of."""
+    """Inputs of the gradient of h."""
 
-    h: Tensor  # [rows, cols]; with UNROUNDED the residual, to which the rest is added again
+    h: Tensor  # [rows, cols]; with UNROUNDED the residual, to which the other terms are added again
     dy: Tensor  # [rows, cols]
     dresidual: Tensor | None  # [rows, cols], the gradient of h itself
     inner: int
@@ -102,8 +102,8 @@ class Upstream(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What was multiplied by the gate and added to the residual: read for the gradient of the gate, and to add up the
-    sum again."""
+    """Terms that were multiplied by the gate and added to the residual: read for the gradient of the gate, and to
+    recompute the sum."""
 
     x: Tensor | None  # [rows, cols]
     pre_bias: Tensor | None  # [cols]
@@ -113,38 +113,38 @@ class Added(NamedTuple):
 
 
 class StoredGradients(NamedTuple):
-    """Gradients [rows, cols], and partial sums in fp32 [programs, cols]. Of what belongs to samples these are partial
-    sums, unless each row is a sample."""
+    """Gradients [rows, cols], and fp32 partial sums [programs, cols]. Gradients of per-sample tensors are partial sums,
+    unless each row is a sample."""
 
     x: Tensor | None  # [rows, cols]
     weight: Tensor | None  # partial sums
     bias: Tensor | None  # partial sums
-    scale: Tensor | None  # of samples
-    shift: Tensor | None  # of samples
-    residual: Tensor | None  # [rows, cols]; without a gate it is that of x
-    gate: Tensor | None  # of samples
+    scale: Tensor | None  # per sample
+    shift: Tensor | None  # per sample
+    residual: Tensor | None  # [rows, cols]; None without a gate, if it equals the gradient of x
+    gate: Tensor | None  # per sample
     pre_bias: Tensor | None  # partial sums
 
 
-# ---- what functions of a kernel take --------------------------------------------------------------------
+# ---- arguments of device functions ----------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Columns of a tile, and which of its elements exist."""
+class Columns(NamedTuple):
+    """Columns of a tile, and the mask of its elements."""
 
     col: Any  # [C]
     mask: Any  # [R, C], or None if all do
-    cols: Any  # those from here on do not exist; None if all columns do
+    cols: Any  # number of columns of the tensor; None if no column needs a mask
 
 
 class Offsets(NamedTuple):
-    """Where the rows of a tile begin in each tensor, int64 [R]."""
+    """Offsets of the rows of a tile in each tensor, int64 [R]."""
 
     x: Any
     residual: Any
     gate: Any
     modulation: Any
-    y: Any  # in tensors without gaps
+    y: Any  # in contiguous tensors
 
 
 class BackwardOffsets(NamedTuple):
@@ -154,34 +154,34 @@ class BackwardOffsets(NamedTuple):
     x: Any
     gate: Any
     modulation: Any
-    dx: Any  # in tensors without gaps
+    dx: Any  # in contiguous tensors
 
 
 class Moments(NamedTuple):
-    """Of the rows of a tile, [R]."""
+    """Statistics of the rows of a tile, [R]."""
 
-    mean: Any  # None of an RMSNorm
+    mean: Any  # None for an RMSNorm
     rstd: Any
 
 
 class Sums(NamedTuple):
-    """Where a program has its partial sums."""
+    """Location of a program's partial sums."""
 
-    off: Any  # in memory, or None: in registers
-    more: Any  # some rows have been added up already
+    off: Any  # offset in memory, or None if they are in registers
+    more: Any  # earlier rows have been added already
     col: Any
     cols: Any
 
 
 @triton.jit
-def _load_vector(ptr, piece):
-    """Of a vector of cols numbers those of a tile's columns, as a row [1, C] in fp32."""
-    return load_vector(ptr, piece.col, piece.cols, piece.cols is not None)
+def _load_vector(ptr, tile):
+    """Load this tile's columns of a length-`cols` vector as fp32 [1, C]."""
+    return load_vector(ptr, tile.col, tile.cols, tile.cols is not None)
 
 
 @triton.jit
 def _store_tile(ptr, value, mask):
-    """fp32 numbers, with one rounding to the dtype that ptr points to."""
+    """Store fp32 values, rounded once to the dtype that ptr points to."""
     tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -189,27 +189,27 @@ def _store_tile(ptr, value, mask):
 
 
 @triton.jit
-def _load_h(source, at, piece, UNROUNDED: tl.constexpr):
-    """h [R, C] in fp32, rounded to its dtype if it is a sum, unless UNROUNDED."""
-    h = load_tile(source.x + at.x[:, None] + piece.col[None, :], piece.mask)
+def _load_h(source, at, tile, UNROUNDED: tl.constexpr):
+    """Load h [R, C] as fp32, rounded to its dtype if it is a sum, unless UNROUNDED."""
+    h = load_tile(source.x + at.x[:, None] + tile.col[None, :], tile.mask)
     if source.pre_bias is not None:
-        h += _load_vector(source.pre_bias, piece)
+        h += _load_vector(source.pre_bias, tile)
     if source.gate is not None:
-        h *= load_tile(source.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+        h *= load_tile(source.gate + at.gate[:, None] + tile.col[None, :], tile.mask)
     if source.residual is not None:
-        h += load_tile(source.residual + at.residual[:, None] + piece.col[None, :], piece.mask)
+        h += load_tile(source.residual + at.residual[:, None] + tile.col[None, :], tile.mask)
     if (source.residual is not None or source.pre_bias is not None) and not UNROUNDED:
         h = round_promoted(h, source.x, source.residual)
     return h
 
 
 @triton.jit
-def _load_again(source, stored, at, piece, UNROUNDED: tl.constexpr):
-    """The h that was loaded before: from where it was stored, if it was and is needed as it was stored."""
+def _load_again(source, stored, at, tile, UNROUNDED: tl.constexpr):
+    """Reload h, from its stored copy if there is one and the rounded h is wanted."""
     if stored.h is not None and not UNROUNDED:
-        return load_tile(stored.h + at.y[:, None] + piece.col[None, :], piece.mask)
+        return load_tile(stored.h + at.y[:, None] + tile.col[None, :], tile.mask)
     else:
-        return _load_h(source, at, piece, UNROUNDED)
+        return _load_h(source, at, tile, UNROUNDED)
 
 
 @triton.jit
@@ -219,20 +219,20 @@ def _sample_offset(row, samples, ALIGN: tl.constexpr):
 
 @triton.jit
 def _statistics(h, mask, count, LAYER: tl.constexpr):
-    """(mean, sum of squared deviations) of each row of a tile with `count` elements; rms takes them from 0."""
+    """Return (mean, sum of squared deviations) of each row of a tile with `count` elements; rms deviates from 0."""
     if LAYER:
         mean = tl.sum(h, axis=1) / count
-        centred = h - mean[:, None]
+        centered = h - mean[:, None]
         if mask is not None:
-            centred = tl.where(mask, centred, 0.0)  # a lane without an element would add mean^2
-        return mean, tl.sum(centred * centred, axis=1)
+            centered = tl.where(mask, centered, 0.0)  # a masked lane would add mean^2
+        return mean, tl.sum(centered * centered, axis=1)
     else:
         return tl.zeros((h.shape[0],), tl.float32), tl.sum(h * h, axis=1)
 
 
 @triton.jit
-def _affine(h, moments, formula, modulation_off, piece, source, LLAMA: tl.constexpr):
-    """y [R, C] from h, zero where there is no element. `source` is there for the dtype of h."""
+def _affine(h, moments, formula, modulation_off, tile, source, LLAMA: tl.constexpr):
+    """Compute y [R, C] from h, zero where there is no element. `source` supplies the dtype of h."""
     y = h
     if moments.mean is not None:
         y = y - moments.mean[:, None]
@@ -240,15 +240,15 @@ def _affine(h, moments, formula, modulation_off, piece, source, LLAMA: tl.conste
     if LLAMA:
         y = round_promoted(y, source.x, source.residual)
     if formula.weight is not None:
-        y = y * (_load_vector(formula.weight, piece) + formula.weight_offset)
+        y = y * (_load_vector(formula.weight, tile) + formula.weight_offset)
     if formula.bias is not None:
-        y = y + _load_vector(formula.bias, piece)
+        y = y + _load_vector(formula.bias, tile)
     if formula.scale is not None:
-        y = y * (1.0 + load_tile(formula.scale + modulation_off[:, None] + piece.col[None, :], piece.mask))
+        y = y * (1.0 + load_tile(formula.scale + modulation_off[:, None] + tile.col[None, :], tile.mask))
     if formula.shift is not None:
-        y = y + load_tile(formula.shift + modulation_off[:, None] + piece.col[None, :], piece.mask)
-    if piece.mask is not None:
-        y = tl.where(piece.mask, y, 0.0)
+        y = y + load_tile(formula.shift + modulation_off[:, None] + tile.col[None, :], tile.mask)
+    if tile.mask is not None:
+        y = tl.where(tile.mask, y, 0.0)
     return y
 
 
@@ -262,19 +262,19 @@ def norm_kernel(
     eps: float,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
-    UNROUNDED: tl.constexpr,  # the sum is normalised before its rounding to h
-    FORMAT: tl.constexpr,  # of the quantised copy, or None
+    UNROUNDED: tl.constexpr,  # the sum is normalized before its rounding to h
+    FORMAT: tl.constexpr,  # of the quantized copy, or None
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    KNOWN: tl.constexpr,  # the statistics are given
-    ROWS: tl.constexpr,  # rows of a program
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
+    KNOWN: tl.constexpr,  # the statistics are read
+    ROWS: tl.constexpr,  # rows per program
     TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
     LOOP: tl.constexpr,
     NESTED: tl.constexpr,  # x has two row strides
-    ALIGN: tl.constexpr,  # cols and all row strides are multiples of it
+    ALIGN: tl.constexpr,  # divides cols and all row strides
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """Rows in full, ROWS to a program: y, or its row-wise copy; or no more than h and the statistics."""
+    """Normalize ROWS whole rows per program: store y or its row-wise copy, or only h and the statistics."""
     rows = size.rows
     cols = (size.cols // ALIGN) * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -287,10 +287,10 @@ def norm_kernel(
         tl.multiple_of(row * cols, ALIGN),
     )
     lane = tl.arange(0, TILE)
-    # Without anything made of y the statistics are all.
-    MADE: tl.constexpr = stored.y is not None or stored.amax is not None or FORMAT is not None
-    # A sum that is added up again may not be overwritten with h before that: h may lie where x or the residual does.
-    LATE: tl.constexpr = UNROUNDED and MADE
+    # Without any output computed from y, only the statistics are stored.
+    NEEDS_Y: tl.constexpr = stored.y is not None or stored.amax is not None or FORMAT is not None
+    # If the sum is recomputed, h must not be stored before that: it may overwrite x or the residual.
+    LATE: tl.constexpr = UNROUNDED and NEEDS_Y
 
     mean = None
     if KNOWN:
@@ -303,7 +303,7 @@ def norm_kernel(
         for start in range(0, cols, TILE):
             col = start + lane
             mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            h = _load_h(source, at, Piece(col, mask, cols if COLS_MASKED else None), UNROUNDED)
+            h = _load_h(source, at, Columns(col, mask, cols if COLS_MASKED else None), UNROUNDED)
             if stored.h is not None and not LATE:
                 _store_tile(stored.h + at.y[:, None] + col[None, :], h, mask)
             count = tl.minimum(cols - start, TILE).to(tl.float32)
@@ -316,7 +316,7 @@ def norm_kernel(
                 squares += tile_squares
     if not LOOP:
         mask = tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)
-        h = _load_h(source, at, Piece(lane, mask, cols if COLS_MASKED else None), UNROUNDED)  # [ROWS, TILE]
+        h = _load_h(source, at, Columns(lane, mask, cols if COLS_MASKED else None), UNROUNDED)  # [ROWS, TILE]
         if stored.h is not None:
             _store_tile(stored.h + at.y[:, None] + lane[None, :], h, mask)
         if not KNOWN:
@@ -331,46 +331,46 @@ def norm_kernel(
         if statistics.mean is not None:
             tl.store(statistics.mean + row, mean, mask=row < rows)
 
-    if MADE:
+    if NEEDS_Y:
         moments = Moments(mean if LAYER else None, rstd)
         if stored.given is not None:
-            given = tl.load(stored.given)
+            scale_source = tl.load(stored.given)
         else:
-            given = 0.0
+            scale_source = 0.0
 
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
         if LOOP and stored.h is not None and not LATE:
             tl.debug_barrier()  # below, h is read back from where it was stored
-        if BY_ROW and LOOP:  # the row's largest y has to be known before its first code
+        if BY_ROW and LOOP:  # the codes of a row need its largest |y| first
             largest = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
                 col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-                piece = Piece(col, mask, cols if COLS_MASKED else None)
-                h = _load_again(source, stored, at, piece, UNROUNDED)
-                y = _affine(h, moments, formula, at.modulation, piece, source, LLAMA)
+                tile = Columns(col, mask, cols if COLS_MASKED else None)
+                h = _load_again(source, stored, at, tile, UNROUNDED)
+                y = _affine(h, moments, formula, at.modulation, tile, source, LLAMA)
                 largest = larger(largest, amax(y, axis=1))
 
         program_amax = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + lane
             exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
-            piece = Piece(col, exists, cols if COLS_MASKED else None)
+            tile = Columns(col, exists, cols if COLS_MASKED else None)
             if LOOP:
-                value = _load_again(source, stored, at, piece, UNROUNDED)
+                value = _load_again(source, stored, at, tile, UNROUNDED)
                 if stored.h is not None and LATE:
                     _store_tile(stored.h + at.y[:, None] + col[None, :], value, exists)
             else:
                 value = h
-            y = _affine(value, moments, formula, at.modulation, piece, source, LLAMA)
+            y = _affine(value, moments, formula, at.modulation, tile, source, LLAMA)
             if stored.amax is not None:
                 program_amax = larger(program_amax, amax(y, axis=1))
             if stored.y is not None:
                 _store_tile(stored.y + at.y[:, None] + col[None, :], y, exists)
             if BY_ROW or BY_TENSOR:
                 if BY_TENSOR:
-                    factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
+                    factor = tensor_factor(Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC))
                     codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
                 else:
                     if not LOOP:
@@ -386,7 +386,7 @@ def norm_kernel(
                     y,
                     stored.codes,
                     Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
-                    Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+                    Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
                 )
         if stored.amax is not None:
             tl.store(stored.amax + tl.program_id(0), amax(program_amax, axis=0))
@@ -395,7 +395,7 @@ def norm_kernel(
 @kernel
 def norm_stripe_kernel(
     size: Size,
-    source: Source,  # or h in place of x; with a residual only if UNROUNDED
+    source: Source,  # x, or h instead of x; with a residual only if UNROUNDED
     formula: Formula,
     statistics: Statistics,
     stored: Stored,  # neither y nor h
@@ -405,15 +405,15 @@ def norm_stripe_kernel(
     UNROUNDED: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
     ROWS: tl.constexpr,  # rows of a stripe: the longest group along M
     TILE: tl.constexpr,
     NESTED: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A tile as tall as the longest group: its copies, made from the same registers. The statistics of the rows are
-    known already."""
+    """Store both copies of a tile as tall as the longest group, from the same registers. An earlier pass has stored the
+    statistics of the rows."""
     rows = size.rows
     cols = (size.cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
@@ -422,7 +422,7 @@ def norm_stripe_kernel(
     start = (tl.program_id(0) % tiles) * TILE
     col = start + tl.arange(0, TILE)  # [TILE]
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-    piece = Piece(col, mask, cols if COLS_MASKED else None)
+    tile = Columns(col, mask, cols if COLS_MASKED else None)
     at = Offsets(
         row_offset(row, source.inner, source.outer_stride, source.inner_stride, NESTED, ALIGN),
         tl.multiple_of(row * source.residual_stride, ALIGN),
@@ -430,23 +430,23 @@ def norm_stripe_kernel(
         _sample_offset(row, formula.modulated, ALIGN),
         None,
     )
-    h = _load_h(source, at, piece, UNROUNDED)  # [ROWS, TILE]
+    h = _load_h(source, at, tile, UNROUNDED)  # [ROWS, TILE]
     rstd = tl.load(statistics.rstd + row, mask=row < rows, other=0.0)
     if LAYER:
         mean = tl.load(statistics.mean + row, mask=row < rows, other=0.0)
     else:
         mean = None
-    y = _affine(h, Moments(mean, rstd), formula, at.modulation, piece, source, LLAMA)
+    y = _affine(h, Moments(mean, rstd), formula, at.modulation, tile, source, LLAMA)
     if stored.given is not None:
-        given = tl.load(stored.given)
+        scale_source = tl.load(stored.given)
     else:
-        given = 0.0
+        scale_source = 0.0
     store_stripe(
         y,
         stored.codes,
         codes_t,
         Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
-        Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+        Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
     )
     if stored.amax is not None:
         tl.store(stored.amax + tl.program_id(0), amax(amax(y, axis=1), axis=0))
@@ -459,13 +459,13 @@ def norm_stripe_kernel(
 def norm_backward_kernel(
     programs: Programs,
     upstream: Upstream,
-    formula: Formula,  # the bias is read for the gradient of scale alone, and shift is not read
+    formula: Formula,  # the bias is read only for the gradient of scale, and shift is not read
     statistics: Statistics,
     added: Added,
     gradients: StoredGradients,
     LAYER: tl.constexpr,
     LLAMA: tl.constexpr,
-    UNROUNDED: tl.constexpr,  # the sum was normalised before its rounding to h
+    UNROUNDED: tl.constexpr,  # the sum was normalized before its rounding to h
     PER_ROW: tl.constexpr,  # each row has its own modulation
     GATE_PER_ROW: tl.constexpr,  # each row has its own gate
     ROWS: tl.constexpr,
@@ -475,9 +475,9 @@ def norm_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A run of rows of one sample: the gradients of each, and the sums over them.
+    """Compute the gradients of a run of rows of one sample, and the sums over them.
 
-    Without LOOP the sums stay in registers until the last row. With it they lie in the program's own row of the
+    Without LOOP the sums stay in registers until the last row. With LOOP they are in the program's own row of the
     partial sums, which it reads and writes for each of its rows.
     """
     cols = (programs.cols // ALIGN) * ALIGN
@@ -500,8 +500,8 @@ def norm_backward_kernel(
     sum_gate = tl.zeros((TILE,), tl.float32)
     sum_pre_bias = tl.zeros((TILE,), tl.float32)
     for begin in range(first, last, ROWS):
-        local = begin + tl.arange(0, ROWS)  # [ROWS], within the sample
-        row = sample_begin + local
+        local_row = begin + tl.arange(0, ROWS)  # [ROWS], within the sample
+        row = sample_begin + local_row
         at = BackwardOffsets(
             row_offset(row, upstream.inner, upstream.h_outer_stride, upstream.h_inner_stride, NESTED, ALIGN),
             row_offset(
@@ -513,9 +513,9 @@ def norm_backward_kernel(
             tl.multiple_of((row if PER_ROW else row * 0 + modulation_row) * formula.modulated.stride, ALIGN),
             tl.multiple_of(row * cols, ALIGN),
         )
-        rstd = tl.load(statistics.rstd + row, mask=local < last, other=0.0)
+        rstd = tl.load(statistics.rstd + row, mask=local_row < last, other=0.0)
         if LAYER:
-            mean = tl.load(statistics.mean + row, mask=local < last, other=0.0)
+            mean = tl.load(statistics.mean + row, mask=local_row < last, other=0.0)
         else:
             mean = None
         moments = Moments(mean, rstd)
@@ -525,18 +525,18 @@ def norm_backward_kernel(
         if LOOP:
             for start in range(0, cols, TILE):
                 col = start + lane
-                mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
-                piece = Piece(col, mask, cols if COLS_MASKED else None)
-                z, _, _, t = _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED)
+                mask = tile_mask(local_row, col, last, cols, ROWS_MASKED, COLS_MASKED)
+                tile = Columns(col, mask, cols if COLS_MASKED else None)
+                z, _, _, t = _gradient_of_z(upstream, at, formula, moments, added, tile, UNROUNDED)
                 tz += tl.sum(t * z, axis=1)
                 if LAYER:
                     ts += tl.sum(t, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
             col = start + lane
-            mask = tile_mask(local, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            piece = Piece(col, mask, cols if COLS_MASKED else None)
-            z, dy, d, t = _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED)
+            mask = tile_mask(local_row, col, last, cols, ROWS_MASKED, COLS_MASKED)
+            tile = Columns(col, mask, cols if COLS_MASKED else None)
+            z, dy, d, t = _gradient_of_z(upstream, at, formula, moments, added, tile, UNROUNDED)
             if not LOOP:
                 tz = tl.sum(t * z, axis=1)
                 if LAYER:
@@ -553,7 +553,7 @@ def norm_backward_kernel(
             if gradients.residual is not None:
                 _store_tile(gradients.residual + dx_off, dh, mask)
             if gradients.gate is not None:
-                v = _load_added(added, at, piece)
+                v = _load_added(added, at, tile)
                 sum_gate = _add_or_store(sum_gate, dh * v, gradients.gate, dx_off, mask, sums, GATE_PER_ROW)
             dv = dh
             if added.gate is not None:
@@ -562,16 +562,16 @@ def norm_backward_kernel(
                 _store_tile(gradients.x + dx_off, dv, mask)
             sum_pre_bias = _add_rows(sum_pre_bias, dv, gradients.pre_bias, sums)
 
-            if LLAMA:  # an x beside h has its dtype or another one, in which case h is fp32
+            if LLAMA:  # if added.x has another dtype than h, h is fp32
                 z = round_promoted(z, upstream.h, added.x)
             sum_weight = _add_rows(sum_weight, d * z, gradients.weight, sums)
             sum_bias = _add_rows(sum_bias, d, gradients.bias, sums)
             if gradients.scale is not None:
                 y = z
                 if formula.weight is not None:
-                    y = y * (_load_vector(formula.weight, piece) + formula.weight_offset)
+                    y = y * (_load_vector(formula.weight, tile) + formula.weight_offset)
                 if formula.bias is not None:
-                    y = y + _load_vector(formula.bias, piece)
+                    y = y + _load_vector(formula.bias, tile)
                 sum_scale = _add_or_store(sum_scale, dy * y, gradients.scale, dx_off, mask, sums, PER_ROW)
             if gradients.shift is not None:
                 sum_shift = _add_or_store(sum_shift, dy, gradients.shift, dx_off, mask, sums, PER_ROW)
@@ -589,41 +589,41 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def _load_added(added, at, piece):
-    """v [R, C] as the module's formulas name it."""
-    v = load_tile(added.x + at.x[:, None] + piece.col[None, :], piece.mask)
+def _load_added(added, at, tile):
+    """Load v [R, C], as named in the formulas of `norm.py`."""
+    v = load_tile(added.x + at.x[:, None] + tile.col[None, :], tile.mask)
     if added.pre_bias is not None:
-        v += _load_vector(added.pre_bias, piece)
+        v += _load_vector(added.pre_bias, tile)
     return v
 
 
 @triton.jit
-def _gradient_of_z(upstream, at, formula, moments, added, piece, UNROUNDED: tl.constexpr):
-    """(z, dy, d, t) [R, C] as the module's formulas name them, zero where there is no element."""
-    z = load_tile(upstream.h + at.h[:, None] + piece.col[None, :], piece.mask)
+def _gradient_of_z(upstream, at, formula, moments, added, tile, UNROUNDED: tl.constexpr):
+    """Return (z, dy, d, t) [R, C], as named in the formulas of `norm.py`, zero where there is no element."""
+    z = load_tile(upstream.h + at.h[:, None] + tile.col[None, :], tile.mask)
     if UNROUNDED:
-        v = _load_added(added, at, piece)
+        v = _load_added(added, at, tile)
         if added.gate is not None:
-            v *= load_tile(added.gate + at.gate[:, None] + piece.col[None, :], piece.mask)
+            v *= load_tile(added.gate + at.gate[:, None] + tile.col[None, :], tile.mask)
         z += v
     if moments.mean is not None:
         z = z - moments.mean[:, None]
     z = z * moments.rstd[:, None]
-    if moments.mean is not None and piece.mask is not None:
-        z = tl.where(piece.mask, z, 0.0)
-    dy = load_tile(upstream.dy + at.dy[:, None] + piece.col[None, :], piece.mask)
+    if moments.mean is not None and tile.mask is not None:
+        z = tl.where(tile.mask, z, 0.0)
+    dy = load_tile(upstream.dy + at.dy[:, None] + tile.col[None, :], tile.mask)
     d = dy
     if formula.scale is not None:
-        d = d * (1.0 + load_tile(formula.scale + at.modulation[:, None] + piece.col[None, :], piece.mask))
+        d = d * (1.0 + load_tile(formula.scale + at.modulation[:, None] + tile.col[None, :], tile.mask))
     t = d
     if formula.weight is not None:
-        t = t * (_load_vector(formula.weight, piece) + formula.weight_offset)
+        t = t * (_load_vector(formula.weight, tile) + formula.weight_offset)
     return z, dy, d, t
 
 
 @triton.jit
 def _add_rows(total, value, sums_ptr, sums):
-    """`total` with the sum over the rows of a tile added to it, unless that is added to what is in memory."""
+    """Add the sum over the rows of a tile to `total`, or to the partial sums if they are in memory."""
     if sums_ptr is not None:
         if sums.off is not None:
             add_to(sums_ptr + sums.off, tl.sum(value, axis=0), sums.more, sums.col, sums.cols)
@@ -634,7 +634,7 @@ def _add_rows(total, value, sums_ptr, sums):
 
 @triton.jit
 def _add_or_store(total, value, ptr, off, mask, sums, PER_ROW: tl.constexpr):
-    """The same for what belongs to samples: if a sample is one row, the gradient is stored."""
+    """Add up the gradient of a per-sample tensor, or store it if each row is a sample."""
     if PER_ROW:
         _store_tile(ptr + off, value, mask)
     else:

@@ -1,4 +1,4 @@
-"""How norms are cut into programs, and launched."""
+"""Launches of norms, and the choice of their tiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .kernels import (
 
 
 class RowConfig(NamedTuple):
-    """How rows are cut: `rows` of them to a program, `tile` columns at a time, in a loop if that is not all."""
+    """Tiling of rows: `rows` per program, `tile` columns at a time, in a loop over longer rows."""
 
     rows: int
     tile: int
@@ -39,10 +39,10 @@ class RowConfig(NamedTuple):
 
 @choice("norm.rows", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
 def row_config(cols: int, smallest_tile: int, target: Capabilities) -> RowConfig:
-    # A power of two that holds the row, up to what registers hold.
+    # The smallest power of two that holds the row, as far as registers allow.
     tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
     if target.is_cpu:
-        # Quantised rows in pieces of 1024, plain ones of 512: 1.05 times as fast as the other way round.
+        # Quantized rows in chunks of 1024, plain rows in chunks of 512: 1.05 times as fast as the other way round.
         return RowConfig(1, cpu_tile(cols, smallest_tile, 1024 if smallest_tile > 1 else 512), 4)
     tile = min(tile, 8192 if tile > 16384 else 16384)
     rows = max(1, 2048 // tile)
@@ -52,20 +52,20 @@ def row_config(cols: int, smallest_tile: int, target: Capabilities) -> RowConfig
 
 @choice("norm.backward", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
 def backward_config(cols: int, target: Capabilities) -> RowConfig:
-    # Two tiles and up to six sums live at once: half the columns of the forward.
+    # Two tiles and up to six sums are live at once: use half the columns of the forward.
     tile = max(1 << max(cols - 1, 0).bit_length(), 64)
     if target.is_cpu:
         return RowConfig(1, cpu_tile(cols, largest=4096), 4)
     loop = tile > 8192
     tile = min(tile, 4096 if loop else 8192)
     rows = max(1, 1024 // tile)
-    # In a loop there is more to hold: 8 numbers to a thread (40 registers on sm_90 in place of 80). Compiled for
-    # sm_90 without a loop: 64 to 123 registers, and 185 with a gate.
+    # A loop holds more, so it gets 8 elements per thread (40 registers on sm_90 instead of 80). Compiled for sm_90
+    # without a loop: 64 to 123 registers, and 185 with a gate.
     return RowConfig(rows, tile, tile_warps(rows * tile * (2 if loop else 1), target))
 
 
 class _Operands(NamedTuple):
-    """The tensors that kernels read."""
+    """Tensors that the kernels read."""
 
     x: Tensor
     residual: Tensor | None
@@ -76,8 +76,8 @@ class _Operands(NamedTuple):
     scale: Tensor | None
     shift: Tensor | None
 
-    def given(self, weight_offset: float) -> dict[str, Any]:
-        """These as the members of structs of a launch."""
+    def members(self, weight_offset: float) -> dict[str, Any]:
+        """Return the operands grouped by the kernel structs they belong to."""
         x, residual, pre_bias, gate, weight, bias, scale, shift = self
         return {
             "source": (x, residual, pre_bias, gate),
@@ -86,7 +86,7 @@ class _Operands(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where the rows of the operands lie: row r of x at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+    """Row strides of the operands: row r of x lies at (r // inner) * outer_stride + (r % inner) * inner_stride."""
 
     rows: int
     cols: int
@@ -101,12 +101,12 @@ class _Layout(NamedTuple):
 
     @property
     def align(self) -> int:
-        """Of which all row strides are multiples."""
+        """Alignment that divides cols and every row stride: 16, 8 or 1."""
         strides = (self.outer_stride, self.inner_stride, self.residual_stride)
         return align_of(self.cols, *strides, self.gate_stride, self.modulation_stride)
 
-    def given(self) -> dict[str, Any]:
-        """These as the members of structs of a launch."""
+    def members(self) -> dict[str, Any]:
+        """Return sizes and strides grouped by the kernel structs they belong to."""
         gated = self.gate_stride, self.rows_per_gate
         return {
             "size": (self.rows, self.cols),
@@ -115,21 +115,21 @@ class _Layout(NamedTuple):
         }
 
     def of_h(self) -> _Layout:
-        """That of h, which has no gaps, no residual and no gate."""
+        """Return the layout of h, which is contiguous, without a residual or gate."""
         return self._replace(
             inner=1, outer_stride=self.cols, inner_stride=0, residual_stride=0, gate_stride=0, rows_per_gate=1
         )
 
 
 def _by_sample(part: Tensor | None, rows: int) -> tuple[Tensor | None, int, int]:
-    """(a tensor [samples, K], its stride, rows of a sample). Without one, no sample is a single row."""
+    """Return (tensor [samples, K], stride, rows per sample); for None, a sample has at least two rows."""
     if part is None:
         return None, 0, max(rows, 2)
     flat, stride = one_stride(part)
     return flat, stride, rows // part.shape[0]
 
 
-def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
+def _operands_and_layout(a: NormArgs) -> tuple[_Operands, _Layout]:
     cols = a.x.shape[-1]
     rows = a.x.numel() // cols
     x, inner, outer_stride, inner_stride = row_strides(a.x)
@@ -143,9 +143,9 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
         shift, shift_stride = one_stride(shift)
         if scale is not None and shift is not None and scale_stride != shift_stride:
             scale, shift = scale.contiguous(), shift.contiguous()
-        one = scale if scale is not None else shift
-        assert one is not None
-        modulation_stride, rows_per_sample = one.stride(0), rows // one.shape[0]
+        either = scale if scale is not None else shift
+        assert either is not None
+        modulation_stride, rows_per_sample = either.stride(0), rows // either.shape[0]
     return (
         _Operands(
             x, residual, contiguous(a.pre_bias), gate, contiguous(a.weight), contiguous(a.bias), scale, shift
@@ -166,13 +166,13 @@ def _laid_out(a: NormArgs) -> tuple[_Operands, _Layout]:
 
 
 class _Pass(NamedTuple):
-    """What a pass over rows makes, as far as it decides the launch."""
+    """Options of a pass over rows that determine its launch."""
 
     format: str | None = None  # of the result
-    copy: bool = False  # the row-wise copy is made
+    copy: bool = False  # the row-wise copy is stored
     cast: int = 0
-    static: bool = False  # the scale is given
-    known: bool = False  # the statistics are given
+    static: bool = False  # the caller passed the scale
+    has_stats: bool = False  # an earlier pass has stored the statistics
     strides: tuple[int, ...] = (0, 0, 0)  # of the codes and scales of the copy
 
 
@@ -186,11 +186,11 @@ def _rows_launch(
     casting: str,
     unrounded: bool,
     target: Capabilities,
-    made: _Pass = _PLAIN,
+    pass_: _Pass = _PLAIN,
     align: int | None = None,
 ) -> BoundLaunch:
-    """A pass over rows; `align` is that of the layout, or what another pass has to go by."""
-    format = None if made.format is None else Format.of(made.format)
+    """Return the launch of a pass over rows; `align` overrides the layout's."""
+    format = None if pass_.format is None else Format.of(pass_.format)
     config = row_config(layout.cols, 1 if format is None else format.group, target)
     launch = Launch.of(
         norm_kernel,
@@ -198,25 +198,25 @@ def _rows_launch(
         LAYER=kind == "layer",
         LLAMA=casting == "llama",
         UNROUNDED=unrounded,
-        FORMAT=format if made.copy else None,
-        CAST=made.cast,
-        STATIC=made.static,
-        KNOWN=made.known,
+        FORMAT=format if pass_.copy else None,
+        CAST=pass_.cast,
+        STATIC=pass_.static,
+        KNOWN=pass_.has_stats,
         ROWS=config.rows,
         TILE=config.tile,
-        # Measured on a CPU with 2048 columns: reading a row twice is 1.1 times as fast as keeping it.
+        # Measured on a CPU with 2048 columns: reading a row twice is 1.1 times as fast as holding it.
         LOOP=target.is_cpu or config.tile < layout.cols,
         NESTED=layout.inner > 1,
         ALIGN=align or layout.align,
         COLS_MASKED=layout.cols % config.tile != 0,
     )
-    return launch.bind((-(-layout.rows // config.rows), 1, 1), **layout.given(), stored=made.strides)
+    return launch.bind((-(-layout.rows // config.rows), 1, 1), **layout.members(), stored=pass_.strides)
 
 
 def launch_norm(o: NormOutputs, a: NormArgs) -> None:
-    operands, layout = _laid_out(a)
+    operands, layout = _operands_and_layout(a)
     if a.result.format is not None:
-        _Quantized(o, a, operands, layout).make()
+        _Quantized(o, a, operands, layout).run()
         return
     target = capabilities_of(a.x.device)
     x, residual, pre_bias, gate, weight, bias, scale, shift = operands
@@ -232,33 +232,33 @@ def launch_norm(o: NormOutputs, a: NormArgs) -> None:
 
 
 class _Quantized:
-    """A call with a quantised result: its passes."""
+    """Passes of a call with a quantized result."""
 
     def __init__(self, o: NormOutputs, a: NormArgs, operands: _Operands, layout: _Layout) -> None:
         assert a.result.format is not None
         self.o, self.a, self.operands, self.layout = o, a, operands, layout
-        self.align: int | None = None  # of the first pass, for the others: that of h may be larger
+        self.align: int | None = None  # of the first pass, for the others too: that of h may be larger
         self.format = Format.of(a.result.format)
         self.target = capabilities_of(a.x.device)
         self.cast, self.static = cast_mode(self.target), a.result.scale is not None
         self.rstd, self.mean = o.rstd, o.mean
 
-    def make(self) -> None:
-        f, to = self.format, self.a.result
+    def run(self) -> None:
+        f, options = self.format, self.a.result
         direct = f.block != "128x128"
-        several = (f.needs_tensor_amax and not self.static) or to.columnwise or not direct
+        several = (f.needs_tensor_amax and not self.static) or options.columnwise or not direct
         if several and self.rstd is None:  # the later passes read the statistics
             self.rstd = self._empty(self.layout.rows)
             self.mean = self._empty(self.layout.rows) if self.a.kind == "layer" else None
         if several and self.a.unrounded_sum:
-            self._outlive_h()
-        make_copies(self.o.result, to, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
+            self._copy_overwritten()
+        make_copies(self.o.result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
 
-    def _outlive_h(self) -> None:
-        """Where each pass adds up the sum again, copy what the first pass would overwrite with the rounded h."""
+    def _copy_overwritten(self) -> None:
+        """Copy the terms that the first pass would overwrite with the rounded h, since later passes add them again."""
         h, x, residual = self.o.residual, self.operands.x, self.operands.residual
         assert h is not None
         assert residual is not None
@@ -268,38 +268,39 @@ class _Quantized:
         )
 
     def _read_h(self) -> None:
-        """After a pass that stored the sum h, read it in place of what it is made of."""
+        """After a pass that stored h, read h instead of its terms."""
         self.align = self.align or self.layout.align
         if self.o.residual is not None and not self.a.unrounded_sum:
             self.operands = self.operands._replace(x=self.o.residual, residual=None, pre_bias=None, gate=None)
             self.layout = self.layout.of_h()
 
     def rows_pass(
-        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, scale_source: Tensor | None, wants_amax: bool, has_stats: bool
     ) -> Tensor | None:
-        if known:
+        if has_stats:
             self._read_h()
         a, operands = self.a, self.operands
         data, data_scale, *strides = copy_arguments(copy)
-        made = _Pass(a.result.format, copy is not None, self.cast, self.static, known, tuple(strides))
-        launch = _rows_launch(self.layout, a.kind, a.casting, a.unrounded_sum, self.target, made, self.align)
+        pass_ = _Pass(a.result.format, copy is not None, self.cast, self.static, has_stats, tuple(strides))
+        launch = _rows_launch(self.layout, a.kind, a.casting, a.unrounded_sum, self.target, pass_, self.align)
         partials = self._empty(launch.grid[0]) if wants_amax else None
-        y = self.o.result.y if a.result.return_plain and not known else None  # by the first pass
-        if copy is None and partials is None and y is None:  # no more than the statistics
+        # The first pass stores the plain result.
+        y = self.o.result.y if a.result.return_plain and not has_stats else None
+        if copy is None and partials is None and y is None:  # only the statistics
             operands = operands._replace(weight=None, bias=None, scale=None, shift=None)
-        h = None if known else self.o.residual
+        h = None if has_stats else self.o.residual
         launch(
             *norm_kernel.tensors(
-                **operands.given(a.weight_offset),
+                **operands.members(a.weight_offset),
                 statistics=(self.rstd, self.mean),
-                stored=(given if copy else None, y, h, partials, (data, data_scale)),
+                stored=(scale_source if copy else None, y, h, partials, (data, data_scale)),
                 eps=a.eps,
             )
         )
         return partials
 
     def stripes_pass(
-        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, scale_source: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         self._read_h()
         layout = self.layout
@@ -341,7 +342,7 @@ class _Quantized:
                 ),
                 formula=Formula(weight, bias, scale, shift, modulated, self.a.weight_offset),
                 statistics=(self.rstd, self.mean),
-                stored=Stored(given, None, None, partials, copy_arguments(row)),
+                stored=Stored(scale_source, None, None, partials, copy_arguments(row)),
                 codes_t=copy_arguments(col),
             ),
         )
@@ -349,7 +350,7 @@ class _Quantized:
 
 
 class _BackwardLayout(NamedTuple):
-    """Where the rows lie that a backward reads."""
+    """Row strides of the tensors that a backward reads."""
 
     inner: int
     h_outer_stride: int
@@ -364,7 +365,7 @@ class _BackwardLayout(NamedTuple):
     rows_per_gate: int
 
     def align(self, cols: int) -> int:
-        """Of which all row strides are multiples."""
+        """Alignment that divides cols and every row stride: 16, 8 or 1."""
         return align_of(
             cols,
             self.h_outer_stride,
@@ -388,9 +389,9 @@ def _backward_launch(
     unrounded: bool,
     target: Capabilities,
 ) -> tuple[Launch, Programs, int]:
-    """(launch, how rows are dealt out to programs, how many programs)."""
+    """Return (launch, assignment of rows to programs, number of programs)."""
     config = backward_config(cols, target)
-    # What belongs to single rows is stored by row. Of two sizes of samples the larger is a multiple of the smaller.
+    # Per-row gradients are stored directly. If there are two sample sizes, the larger is a multiple of the smaller.
     sample_rows = min([rows, *(n for n in (layout.rows_per_sample, layout.rows_per_gate) if n > 1)])
     samples = rows // sample_rows
     wanted = max(1, (target.multiprocessors * 2) // samples)
@@ -420,7 +421,7 @@ def _backward_launch(
 def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     h, inner, h_outer, h_inner = row_strides(a.h)
     dy, dy_nest, dy_outer, dy_inner = row_strides(a.dy)
-    if inner != dy_nest:  # two ways to nest rows: both are straightened
+    if inner != dy_nest:  # rows are nested in two ways: make both contiguous
         h, inner, h_outer, h_inner = row_strides(h.contiguous())
         dy, _, dy_outer, dy_inner = row_strides(dy.contiguous())
     cols = h.shape[-1]
@@ -430,7 +431,7 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     x, x_stride = one_stride(a.x if a.needs.residual_gate or a.unrounded_sum else None)
     gate, gate_stride, rows_per_gate = _by_sample(a.residual_gate, rows)
     if gate is not None and gate.shape[0] == 1:
-        # One for all rows, also of a single row: no number of rows is compiled for.
+        # One gate for all rows, even for a single row, so that the variant does not depend on the number of rows.
         rows_per_gate = max(rows, 2)
     layout = _BackwardLayout(
         inner,

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm, with the residual add before them, the modulation after them, and the quantiser last.
+"""RMSNorm and LayerNorm, fused with a residual add before, a modulation after, and quantization last.
 
     v = x + pre_bias
     h = round(residual + v * residual_gate)    to the dtype that x and residual promote to; everything below reads h,
-                                               or with unrounded_sum what it was before this rounding
+                                               or with unrounded_sum its value before this rounding
     r = 1 / sqrt(mean(h^2) + eps)              rms                       z = h * r
     r = 1 / sqrt(mean((h - m)^2) + eps)        layer, m = mean(h)        z = (h - m) * r
     z = round(z)                               to h's dtype, with casting="llama" only
@@ -10,16 +10,16 @@
     y = y * (1 + scale) + shift                modulation, per row or per sample
     out = round(y), or its codes and scales
 
-All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. Backward,
-with d the gradient of y (times 1 + scale if modulated) and t = d * (weight + weight_offset):
+Everything is computed in fp32 and rounded once to each stored tensor; a quantized result is encoded from the fp32 y.
+Backward, with d the gradient of y (times 1 + scale if modulated) and t = d * (weight + weight_offset):
 
     dh = r * (t - z * mean(t * z))             rms; layer: r * (t - mean(t) - z * mean(t * z))
-    dresidual = dh = dh + dresidual_out        the gradient that comes back to h itself is added
+    dresidual = dh = dh + dresidual_out        plus the upstream gradient of h itself
     dx = dv = dh * residual_gate               dpre_bias = sum dv         dresidual_gate = sum dh * v
     dweight = sum d * z      dbias = sum d     dscale = sum dy * (z * (weight + offset) + bias)     dshift = sum dy
 
-The sums over rows are fp32 partial sums, one per program, added up in order: the same bits every run. Rounding
-steps are passed straight through.
+Sums over rows are fp32 partial sums, one per program, added in a fixed order: deterministic. Gradients pass straight
+through roundings.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .signatures import Modulation, NormResult, norm_like
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
-    """What a backward reads."""
+class _Saved(NamedTuple):
+    """Tensors and options that the backward reads."""
 
-    h: Tensor  # or with unrounded_sum the residual, to which x is added again
-    x: Tensor | None  # for that, and if residual_gate wants a gradient
+    h: Tensor  # with unrounded_sum the residual, to which x is added again
+    x: Tensor | None  # for that sum, and if residual_gate needs a gradient
     pre_bias: Tensor | None
     residual_gate: Tensor | None
     weight: Tensor | None
@@ -74,7 +74,7 @@ class _Kept(NamedTuple):
 
 
 def _sample_dims(part: Tensor | None) -> str:
-    """One row for all samples, or one for each, which has the first few of x's dimensions."""
+    """Return the sharding pattern of one row for all samples, or one per sample with x's leading dimensions."""
     if part is None or len(part) == 1:
         return "(_) k"
     return f"({' '.join(map(str, range(part.dim() - 1)))}) k"
@@ -124,13 +124,13 @@ class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable
     def reference(self, a: NormArgs) -> NormOutputs:
         return norm_reference(a)
 
-    def keep(self, a: NormArgs, o: NormOutputs) -> _Kept:
+    def keep(self, a: NormArgs, o: NormOutputs) -> _Saved:
         assert o.rstd is not None
         h = a.x if o.residual is None else o.residual
         if a.unrounded_sum and a.residual is not None:
             h = a.residual
         for_gate = a.residual_gate is not None and a.residual_gate.requires_grad
-        return _Kept(
+        return _Saved(
             h,
             a.x if a.unrounded_sum or for_gate else None,
             a.pre_bias,
@@ -149,28 +149,28 @@ class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable
         )
 
     def backward(self, b: Backward) -> Gradients:
-        kept: _Kept = b.kept
+        saved: _Saved = b.kept
         needs, grads = b.needs, b.grads
-        # Without a gate x and the residual have the same gradient, unless it is rounded to two dtypes.
-        shared = kept.residual_gate is None and kept.x_dtype is kept.residual_dtype
-        found = norm_backward_op(
+        # Without a gate x and the residual share their gradient, unless it is rounded to two dtypes.
+        shared = saved.residual_gate is None and saved.x_dtype is saved.residual_dtype
+        gradients = norm_backward_op(
             NormBackwardArgs(
-                h=kept.h,
-                dy=kept.h.new_zeros(1).expand(kept.h.shape) if grads.result.y is None else grads.result.y,
+                h=saved.h,
+                dy=saved.h.new_zeros(1).expand(saved.h.shape) if grads.result.y is None else grads.result.y,
                 dresidual=grads.residual,
-                x=kept.x,
-                pre_bias=kept.pre_bias,
-                residual_gate=kept.residual_gate,
-                weight=kept.weight,
-                bias=kept.bias,
-                scale=kept.scale if kept.shift is None else torch.zeros_like(kept.shift),  # as if scaled by 1
-                rstd=kept.rstd,
-                mean=kept.mean,
-                weight_offset=kept.weight_offset,
-                casting=kept.casting,
-                unrounded_sum=kept.unrounded_sum,
-                x_dtype=kept.x_dtype,
-                residual_dtype=kept.residual_dtype,
+                x=saved.x,
+                pre_bias=saved.pre_bias,
+                residual_gate=saved.residual_gate,
+                weight=saved.weight,
+                bias=saved.bias,
+                scale=saved.scale if saved.shift is None else torch.zeros_like(saved.shift),  # times 1
+                rstd=saved.rstd,
+                mean=saved.mean,
+                weight_offset=saved.weight_offset,
+                casting=saved.casting,
+                unrounded_sum=saved.unrounded_sum,
+                x_dtype=saved.x_dtype,
+                residual_dtype=saved.residual_dtype,
                 needs=NormGradients(
                     needs.x or (needs.residual and shared),
                     needs.weight,
@@ -184,14 +184,14 @@ class NormOp(Op[NormArgs, NormOutputs], name="norm", variants=72, differentiable
             )
         )
         return {
-            "x": found.x if needs.x else None,
-            "residual": (found.x if shared else found.residual) if needs.residual else None,
-            "pre_bias": found.pre_bias,
-            "residual_gate": found.residual_gate,
-            "weight": found.weight,
-            "bias": found.bias,
-            "scale": found.scale,
-            "shift": found.shift,
+            "x": gradients.x if needs.x else None,
+            "residual": (gradients.x if shared else gradients.residual) if needs.residual else None,
+            "pre_bias": gradients.pre_bias,
+            "residual_gate": gradients.residual_gate,
+            "weight": gradients.weight,
+            "bias": gradients.bias,
+            "scale": gradients.scale,
+            "shift": gradients.shift,
         }
 
     def shard(self, a: NormArgs) -> Sharding:
@@ -317,8 +317,8 @@ def _norm(
         return o.result.y
     value, plain = o.result.value(options), o.result.y if return_plain else None
     h = None if residual is None else o.residual
-    found = tuple([t for t in (value, plain, h, gate, o.result.amax) if t is not None])
-    return value if len(found) == 1 else found
+    outputs = tuple([t for t in (value, plain, h, gate, o.result.amax) if t is not None])
+    return value if len(outputs) == 1 else outputs
 
 
 @norm_like(_norm)
@@ -330,33 +330,33 @@ def rms_norm(
     eps: float | None = 1e-6,
     **options: Any,
 ) -> NormResult:
-    """RMSNorm over the last dimension: `y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`.
+    """Apply RMSNorm over the last dimension: `y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`.
 
     x: [..., K] in bf16, fp16 or fp32, of any strides (heads of a packed QKV included). weight, bias: [K], in any
-    of these dtypes. Returns y, or a tuple of y and those of the following that were asked for, in this order.
+    of these dtypes. Returns y, or a tuple of y and the following results, if requested, in this order.
 
-    - `return_plain` (with `quantize`): y in `out_dtype` beside the quantised one, rounded from the same fp32 numbers.
-    - `residual` [..., K]: h = x + residual is normalised and also returned. Otherwise h = x. The residual may have
-      another dtype, such as fp32 beside a bf16 x; h is rounded to the dtype to which PyTorch promotes both.
-    - `pre_bias` [K], such as that of the projection before: x + pre_bias takes the place of x. It is not rounded
-      before the residual is added.
-    - `residual_gate` [..., K], per row or per sample as a modulation: h = residual + (x + pre_bias) * residual_gate.
-    - `unrounded_sum`: normalise the fp32 sum before its rounding to h, as vLLM's `fused_add_rms_norm` does; the h that
-      is returned is rounded all the same. For the backward x and residual are kept, and added again, in place of h.
+    - `return_plain` (with `quantize`): y in `out_dtype` besides the quantized y, rounded from the same fp32 values.
+    - `residual` [..., K]: h = x + residual is normalized and also returned; without a residual, h = x. The residual may
+      have another dtype, such as fp32 for a bf16 x; h is rounded to the dtype to which PyTorch promotes both.
+    - `pre_bias` [K], such as the bias of the preceding projection: x + pre_bias replaces x. It is not rounded before
+      the residual is added.
+    - `residual_gate` [..., K], per row or per sample like a modulation: h = residual + (x + pre_bias) * residual_gate.
+    - `unrounded_sum`: normalize the fp32 sum before it is rounded to h, as vLLM's `fused_add_rms_norm` does; the
+      returned h is rounded all the same. The backward keeps x and residual instead of h, and adds them again.
     - `modulation`: `(scale, shift)`, each [..., K] with the leading dimensions of x (per row) or the first few of
       them (per sample): y = y * (1 + scale) + shift. Packed into one tensor [..., 2K], or [..., 3K] whose last
       third, the gate for the next residual add, is returned.
     - `return_amax` (with `quantize`): the largest |y|, an fp32 scalar on the device, for delayed scaling.
 
-    - `eps`: None is what it is to `torch.nn.RMSNorm`, the eps of fp32 (of fp64 for an x in fp64).
-    - `weight_offset`: 1 for weights stored around zero, as Gemma does.
-    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised h to h's dtype before the weight.
-    - `out_dtype`: of y, x's by default. "promote" is the dtype that PyTorch's own arithmetic gives y, the promotion of
-      those of x, residual, weight, bias and modulation: HuggingFace's norms return fp32 for a bf16 x and fp32 weights.
-      With `return_plain` also that which the `QTensor` stands for.
-    - `quantize`: a `Format` or its name; y is then a `QTensor` made from the fp32 y without another rounding.
-      `rowwise` and `columnwise` choose its copies; the row-wise one is the same with a column-wise one and without.
-      `quant_scale` is a given scale (static or delayed) for block "tensor".
+    - `eps`: None means the eps of fp32 (of fp64 for an fp64 x), as in `torch.nn.RMSNorm`.
+    - `weight_offset`: 1 for weights stored around zero, as in Gemma.
+    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalized h to h's dtype before the weight.
+    - `out_dtype`: dtype of y, x's by default. "promote" is the dtype that PyTorch's arithmetic gives y, the promotion
+      of x, residual, weight, bias and modulation: HuggingFace's norms return fp32 for a bf16 x and fp32 weights. With
+      `return_plain` it is also the nominal dtype of the `QTensor`.
+    - `quantize`: a `Format` or its name; y is then a `QTensor` encoded from the fp32 y without another rounding.
+      `rowwise` and `columnwise` select its copies; the row-wise copy does not depend on the column-wise one.
+      `quant_scale` is a fixed scale (static or delayed) for block "tensor".
     - `out`, `residual_out`: write into these instead of new tensors; not with autograd. `residual_out` may be
       `residual` itself.
 
@@ -375,7 +375,7 @@ def rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, **options: Any
 ) -> NormResult:
-    """LayerNorm over the last dimension: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
+    """Apply LayerNorm over the last dim: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
 
     Arguments and results are those of `rms_norm`; eps is a number.
 
@@ -391,18 +391,18 @@ def layer_norm(
 
 
 def _promoted(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype to which PyTorch promotes those of all tensors."""
+    """Return the PyTorch promotion of the dtypes of all tensors."""
     return functools.reduce(torch.promote_types, {t.dtype for t in tensors if t is not None})
 
 
-# What to do about another library's order of arguments.
-_ORDER = "Arguments are (x, weight, bias), and eps= by its name; no shape is given: the last dimension is normalised"
+# Advice for callers who use the argument order of another library.
+_ORDER = "Arguments are (x, weight, bias), then eps= by keyword; no shape is given: the last dimension is normalized"
 
 
 def _split_modulation(
     modulation: Modulation, x: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """scale and shift as [samples, K], and the gate as it was packed."""
+    """Return scale and shift as [samples, K], and the gate as it was packed."""
     cols = x.shape[-1]
     gate = None
     if is_tensor(modulation):
@@ -419,30 +419,30 @@ def _split_modulation(
         scale, shift = modulation
     else:
         raise TypeError(
-            "modulation must be (scale, shift), two tensors, or one in which they are packed; got "
+            "modulation must be (scale, shift), two tensors, or one tensor that packs them; got "
             f"a {type(modulation).__name__}"
         )
     scale = None if scale is None else _flat_samples("modulation's scale", scale, x)
     shift = None if shift is None else _flat_samples("modulation's shift", shift, x)
     if scale is not None and shift is not None and scale.shape != shift.shape:
         raise ValueError(
-            f"scale and shift must have one shape; got {tuple(scale.shape)}, {tuple(shift.shape)}"
+            f"scale and shift must have one shape; got {tuple(scale.shape)} and {tuple(shift.shape)}"
         )
     return scale, shift, gate
 
 
-def _flat_samples(name: str, part: Tensor, x: Tensor) -> Tensor:
-    """What has a row for each row of x or for each sample, as [samples, K]."""
-    check_tensor(name, part, FLOATS, x.device)
+def _flat_samples(name: str, tensor: Tensor, x: Tensor) -> Tensor:
+    """Flatten a tensor with one row per row of x or per sample to [samples, K]."""
+    check_tensor(name, tensor, FLOATS, x.device)
     cols = x.shape[-1]
-    lead = list(part.shape[:-1])
+    lead = list(tensor.shape[:-1])
     while lead and lead[-1] == 1 and len(lead) > 1:
         lead.pop()
     per_row = list(x.shape[:-1])
-    if part.shape[-1:] != x.shape[-1:] or (per_row[: len(lead)] != lead and lead != [1]):
+    if tensor.shape[-1:] != x.shape[-1:] or (per_row[: len(lead)] != lead and lead != [1]):
         raise ValueError(
             f"{name} must be [..., {cols}] with leading dimensions {tuple(per_row)} (per row) or the first of them "
-            f"(per sample); got {tuple(part.shape)}"
+            f"(per sample); got {tuple(tensor.shape)}"
         )
-    # Of DTensors the shards are joined into rows, by each rank its own.
-    return part.reshape(*(lead if is_distributed(x, part) else [-1]), cols)
+    # DTensors keep their dimensions: each rank flattens its own shard.
+    return tensor.reshape(*(lead if is_distributed(x, tensor) else [-1]), cols)

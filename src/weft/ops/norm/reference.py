@@ -1,4 +1,4 @@
-"""The definition of what the kernels compute, in plain PyTorch: fp32, and fp64 for inputs in fp64."""
+"""Reference norms in plain PyTorch, in fp32, or fp64 for fp64 inputs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
 
 
 def _per_row(by_sample: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Per-sample rows repeated for each of the sample's rows."""
+    """Repeat each sample's row for all rows of the sample."""
     return by_sample.to(dtype).repeat_interleave(rows // max(by_sample.shape[0], 1), 0)
 
 
 def _sum_samples(gradient: Tensor, like: Tensor) -> Tensor:
-    """The sum over the rows of each sample."""
+    """Sum over the rows of each sample."""
     rows, cols = gradient.shape
     samples = like.shape[0]
     return gradient.view(samples, rows // max(samples, 1), cols).sum(1).to(like.dtype)
 
 
 def norm_reference(a: NormArgs) -> NormOutputs:
-    """The definition."""
+    """Compute a norm; this defines what the kernels compute."""
     x, dtype, mean = a.x, compute_dtype(a.x), None
     flat = x.reshape(count_rows(x), x.shape[-1])
     h = flat.to(dtype)
@@ -62,17 +62,17 @@ def norm_backward_reference(a: NormBackwardArgs) -> NormGradients:
     h, needs, dtype, h_dtype = a.h, a.needs, compute_dtype(a.h), a.h.dtype
     flat = h.reshape(count_rows(h), h.shape[-1])
     rows = len(flat)
-    centred, dy = flat.to(dtype), a.dy.reshape(flat.shape).to(dtype)
+    centered, dy = flat.to(dtype), a.dy.reshape(flat.shape).to(dtype)
     v = None
     if a.x is not None:
         v = a.x.reshape(flat.shape).to(dtype) + (0.0 if a.pre_bias is None else a.pre_bias.to(dtype))
     if a.unrounded_sum and v is not None:
-        centred = centred + (v if a.residual_gate is None else v * _per_row(a.residual_gate, rows, dtype))
+        centered = centered + (v if a.residual_gate is None else v * _per_row(a.residual_gate, rows, dtype))
         h_dtype = torch.promote_types(a.x_dtype, a.residual_dtype)
     rstd = a.rstd.to(dtype)[:, None]
     if a.mean is not None:
-        centred = centred - a.mean.to(dtype)[:, None]
-    exact = centred * rstd
+        centered = centered - a.mean.to(dtype)[:, None]
+    exact = centered * rstd
     z = exact.to(h_dtype).to(dtype) if a.casting == "llama" else exact
     w = 1.0 if a.weight is None else a.weight.to(dtype) + a.weight_offset
     d = dy

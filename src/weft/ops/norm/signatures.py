@@ -1,4 +1,4 @@
-"""The norms as type checkers see them: what a call returns follows from its options."""
+"""Types of the norm functions: the result of a call follows from its options."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 ScaleAndShift = tuple[Tensor | None, Tensor | None]
 Modulation = Tensor | ScaleAndShift
 
-# What a call returns if a type checker cannot tell the number of results: a packed modulation may contain a gate.
+# Result of a call whose number of results a type checker cannot tell: a packed modulation may contain a gate.
 NormResult = Tensor | tuple[Tensor, ...]
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options that do not decide what a norm returns."""
+    """Options that do not affect what a norm returns."""
 
     eps: float | None
     weight_offset: float
@@ -39,13 +39,13 @@ class CommonOptions(TypedDict, total=False):
 
 
 class NormOptions(CommonOptions, total=False):
-    """`CommonOptions` with a modulation that does not add a result."""
+    """Options including a modulation that does not add a result."""
 
     modulation: ScaleAndShift | None
 
 
 class Norm(Protocol):
-    """The type of `rms_norm` and `layer_norm`."""
+    """Type of `rms_norm` and `layer_norm`."""
 
     @overload
     def __call__(
@@ -96,8 +96,8 @@ class Norm(Protocol):
 
 
 def norm_like(shared: Callable[..., NormResult]) -> Callable[[Callable[..., NormResult]], Norm]:
-    """Decorate a norm that passes its `**options` on to `shared`: `inspect.signature` then shows these options by name
-    and with their defaults."""
+    """Decorate a norm that forwards its `**options` to `shared`, so that `inspect.signature` shows these options with
+    their defaults."""
     options = [
         parameter
         for parameter in inspect.signature(shared).parameters.values()

@@ -1,1 +1,1 @@
-"""Matrix products in every number format."""
+"""Matrix products of plain and quantized operands."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of products."""
+"""Arguments and outputs of products."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from ...quant import PLAIN, Codes
 from ..common.groups import Groups
 from ..common.results import Result, ResultOptions
 
-# The codes of an operand are those of the copy whose scales lie along K, [rows, K] or [groups, rows, K]; their strides
-# may be any.
+# An operand's codes come from the copy whose scales lie along K, [rows, K] or [groups, rows, K], with any strides.
 
 
 class MatmulArgs(NamedTuple):
     a: Tensor  # [M, K] or [batch, M, K]; a stand-in if there are codes
-    b: Tensor  # [K, N] or [batch, K, N]; with a gated unit 2N
+    b: Tensor  # [K, N] or [batch, K, N]; 2N if gated
     a_codes: Codes  # [M, K]
     b_codes: Codes  # [N, K]
-    bias: Tensor | None  # [N], with a gated unit [2N]
-    residual: Tensor | None  # of the shape of the result
-    alpha: Tensor | None  # one fp32 number
-    factor: float  # another one, known on the host
+    bias: Tensor | None  # [N], or [2N] if gated
+    residual: Tensor | None  # shaped like the result
+    alpha: Tensor | None  # fp32, one element
+    factor: float  # a second factor, known on the host
     activation: str | None
     gated: bool
     precision: str | None
@@ -32,17 +31,17 @@ class MatmulArgs(NamedTuple):
 
 
 class GroupedArgs(NamedTuple):
-    """Rows in groups, each multiplied with the matrix of its group."""
+    """Arguments of a grouped product: rows in groups, each multiplied with its group's matrix."""
 
     x: Tensor  # [rows, K]; with slot_of_row [tokens, K]; a stand-in if there are codes
-    w: Tensor  # [groups, N, K], with a gated unit 2N
+    w: Tensor  # [groups, N, K]; 2N if gated
     x_codes: Codes  # [rows, K]
     w_codes: Codes  # [groups, N, K]
     ends: Tensor  # [groups]
     align: int
-    slot_of_row: Tensor | None  # int32 [rows]: row r is that of the token slot_of_row[r] // slots
+    slot_of_row: Tensor | None  # int32 [rows]: row r is token slot_of_row[r] // slots
     slots: int
-    bias: Tensor | None  # [groups, N], with a gated unit 2N
+    bias: Tensor | None  # [groups, N]; 2N if gated
     activation: str | None
     gated: bool
     precision: str | None
@@ -51,7 +50,7 @@ class GroupedArgs(NamedTuple):
 
 
 class WgradArgs(NamedTuple):
-    """The gradients of the matrices of groups: for each group the sum of outer products of its rows."""
+    """Arguments of the groups' weight gradients: for each group, the sum of outer products of its rows."""
 
     dy: Tensor  # [rows, N]
     x: Tensor  # [rows, K]
@@ -69,7 +68,7 @@ class ProductOutputs(NamedTuple):
     result: Result
 
 
-# ---- products with nothing but a bias or an addend ------------------------------------------------------
+# ---- products with at most a bias or an addend ----------------------------------------------------------
 
 
 def matmul_args(

@@ -1,8 +1,8 @@
-"""The tiles that products are cut into: declared in `choices.json` for each kind of operands and each target.
+"""Tile choices of products, declared in `choices.json` for each kind of operands and each target.
 
-A tile is chosen by what the operands are, by whether there are few rows (at most 64, where reading the weights is all
-the work), and by the target. N and K decide only how many spans K is cut into where there are few rows, so that a row's
-bits do not depend on how many rows there are.
+The choice depends on the kinds of operands, on whether there are few rows (at most 64, where reading the weights
+dominates), and on the target. N and K only decide into how many spans K is cut for few rows, so that a row's bits do
+not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import NamedTuple
 
 from ...runtime import Capabilities, choice
 
-FEW = 64  # rows up to which a product is bound by reading b
+FEW = 64  # maximum number of rows at which reading b is the bottleneck
 
 
 @dataclass(frozen=True)
 class ProductTile:
-    """How a product is cut: tiles of `m` x `n`, `k` at a time. It is a constant of the kernel."""
+    """Tile of a product, `m` x `n` and `k` at a time; a constant of the kernel."""
 
     m: int
     n: int
     k: int
     k_masked: bool = False  # K is not a multiple of k
-    in_squares: bool = True  # no tile of columns has rows of b of two blocks of 128
-    start_align: int = 1  # every step begins at a multiple of it
-    scale_slots: bool = False  # blocks of scales along K begin with groups; `common.groups` says where
-    meets: bool = False  # warps meet between two products from zero: Triton forgets to, on sm_100
+    in_squares: bool = True  # no tile of columns spans two 128-row blocks of b
+    start_align: int = 1  # every step along K begins at a multiple of it
+    scale_slots: bool = False  # scale blocks along K restart at groups; see `common.groups`
+    meets: bool = False  # barrier between two products from zero, which Triton omits on sm_100
 
     def fitting(self, n: int, k: int, gated: bool) -> ProductTile:
-        """The tile for these sizes."""
-        # The columns of up begin where those of the gate end.
+        """Return the tile for these sizes."""
+        # up's columns follow the gate's, so they start at multiples of 128 only if n is one.
         return replace(
             self, k_masked=k % self.k != 0, in_squares=not gated or n % 128 == 0, start_align=self.k
         )
 
     def along_groups(self, align: int, scale_slots: bool) -> ProductTile:
-        """The tile where each batch sums a group of K, and groups begin at multiples of `align`."""
+        """Return the tile for batches that each sum one group of K, with groups at multiples of `align`."""
         return replace(self, k_masked=True, start_align=math.gcd(align, self.k), scale_slots=scale_slots)
 
 
@@ -49,7 +49,7 @@ class ProductConfig(NamedTuple):
     num_stages: int
 
     def tile(self, gated: bool, target: Capabilities) -> ProductTile:
-        # Triton 3.7 begins the next product in tensor memory while other warps still load the sums of the last one.
+        # Triton 3.7 starts the next product in tensor memory while other warps still load the previous sums.
         meets = gated and target.target in ("sm_100", "sm_103") and self.m >= 64
         return ProductTile(self.m, self.n, self.k, meets=meets)
 
@@ -59,8 +59,8 @@ LIMITS = {"m": (16, 256), "n": (16, 256), "k": (16, 256), "num_warps": (1, 16), 
 
 @choice("matmul.many", **LIMITS)
 def many_config(kind: str, target: Capabilities) -> ProductConfig:
-    """The tiles of a plain product of many rows. All are in `choices.json`."""
-    raise LookupError(f"no tile of {kind} products is declared for {target.target}")
+    """Look up the tile of a plain product of many rows; all are declared in `choices.json`."""
+    raise LookupError(f"no tile for {kind} products on {target.target}: declare one in choices.json")
 
 
 @choice("matmul", **LIMITS)
@@ -74,9 +74,9 @@ def product_config(
     follows: str,
     target: Capabilities,
 ) -> ProductConfig:
-    """The tiles of a product, of few rows or of many. An `invariant` one has `few`, whatever its rows: its tiles are
-    the same for all. With groups of rows, `few` is about the rows of a group. The rows of an `odd` one lie at no
-    multiples of 16 bytes. What `follows` the sums is "nothing", an "activation" or a "residual" that is added."""
+    """Choose the tile of a product. `few`: few rows, per group if grouped; always set if `invariant`, so that the tile
+    does not depend on the number of rows. `odd`: rows are not 16-byte aligned. `follows`: the epilogue, "nothing", an
+    "activation" or a "residual"."""
     name = target.target
     decoded = kind.startswith("decoded")
     if few:
@@ -86,33 +86,33 @@ def product_config(
         if decoded or kind in ("fp32", "half_blocks"):
             k = 64
             if grouped is not None and decoded and name != "sm_80":
-                n = 32  # what finds a tile's group takes registers too
+                n = 32  # finding a tile's group takes registers too
         if invariant:
-            m = 64  # the same instruction for any number of rows
+            m = 64  # one instruction shape for any number of rows
         return ProductConfig(m, n, k, warps, stages)
-    m, n, k, warps, stages = many_config(kind, target.untuned)  # what is tuned is the tile that comes of it
+    m, n, k, warps, stages = many_config(kind, target.untuned)  # tuning applies to the tile derived from it
     if target.is_cpu:
         return ProductConfig(m, n, k, warps, stages)
     if odd and grouped != "depth":
-        # Every number has an address of its own: with the tiles of others, kilobytes are spilled.
+        # Every element has its own address; the usual tiles would spill kilobytes.
         return ProductConfig(64, 64, 64, 8, 2) if kind.startswith("mx") else ProductConfig(64, 64, 32, 4, 2)
     if follows != "nothing" and not gated and grouped is None:
-        # What is added, or computed of the sums, needs registers beside them.
+        # The epilogue's operands need registers beside the sums.
         warps = 8
         if follows == "residual":
             n = min(n, 128)
     if grouped is not None and kind == "half":
-        # Groups have few tiles: smaller ones waste less of the last, and two programs share a multiprocessor.
+        # Groups have few tiles: smaller ones waste less in the last tile, and two programs share a multiprocessor.
         m, n, k, warps = min(m, 128), min(n, 128), min(k, 64), 8
     if grouped is not None and decoded and name in ("sm_80", "sm_89"):
         n, warps = 64, 4
         if grouped == "rows":
-            k = 32  # the addresses of rows that are gathered take registers, too
+            k = 32  # addresses of gathered rows take registers too
     if grouped == "depth" and kind == "mx8" and name == "sm_100":
-        warps = 8  # the gradients so far are read into registers beside the sums
+        warps = 8  # accumulated gradients occupy registers beside the sums
     if gated:
         k = min(k, 128)
-        # Two sums for each element: in registers, except where the unit keeps them itself.
+        # Two sums per element, in registers unless the matrix unit stores them itself.
         in_registers = name in ("sm_80", "sm_89", "sm_120") or kind.endswith(("_blocks", "_outer"))
         m, n, warps = min(m, 64 if in_registers else 128), min(n, 128), 8
         if kind != "half" and name in ("sm_80", "sm_89"):
@@ -120,7 +120,7 @@ def product_config(
         if kind.endswith("_blocks") and name in ("sm_89", "gfx942"):
             k = 64
         if kind == "decoded_1x128":
-            # The scales of gate and up, and where they lie, take as many registers as the sums.
+            # The scales of gate and up, with their addresses, take as many registers as the sums.
             n = 64
             if name in ("sm_80", "sm_89", "sm_120"):
                 m, warps = 32, 4
@@ -128,8 +128,8 @@ def product_config(
 
 
 def spans_of(n: int, k: int, config: ProductConfig, target: Capabilities) -> int:
-    """Into how many spans K is cut where there are few rows: enough for two programs on each multiprocessor, but none
-    shorter than 512, since the sums of each are written and read back. It depends on b and the target alone."""
+    """Return the number of spans of K for few rows: enough for two programs per multiprocessor, but at least 512 long,
+    since each span's sums are written and read back. It depends only on b and the target."""
     tiles = -(-n // config.n)
-    wanted = 2 * target.multiprocessors // max(tiles, 1)
-    return max(1, min(wanted, k // 512))
+    target_spans = 2 * target.multiprocessors // max(tiles, 1)
+    return max(1, min(target_spans, k // 512))

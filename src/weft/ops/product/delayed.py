@@ -1,12 +1,12 @@
-"""Delayed scaling of a layer with one scale for a tensor, as TransformerEngine's `DelayedScaling` has it.
+"""Delayed scaling of a layer with per-tensor scales, like TransformerEngine's `DelayedScaling`.
 
-    factor = MAX / 2^margin / amax           amax: the largest of the last `history` steps, or that of the last step
+    factor = MAX / 2^margin / amax           amax: the maximum over the last `history` steps, or the last step's
     scale = 1 / factor                       codes of the next step round x * (1 / scale), and saturate at ±MAX
 
-x, weight and dy are quantised with scales that are known before the step, so each is read once and not twice. A scale
-is as old as the numbers it is made of: what has grown since by more than the margin saturates at ±MAX * scale. A scale
-stays as it is while its amax is 0; the first scales are 1. A step whose amax is infinite or NaN, as of gradients that
-overflowed, leaves no trace in the history; an Inf or NaN in dy makes dx and dw NaN while amax is noted.
+x, weight and dy are quantized with scales known before the step, so each is read once instead of twice. Values that
+have outgrown a stale scale by more than the margin saturate at ±MAX * scale. A scale does not change while its amax is
+0; the first scales are 1. A step whose amax is infinite or NaN, as after an overflow, is not recorded in the history;
+an Inf or NaN in dy makes dx and dw NaN while amax is recorded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OPERANDS = ("x", "weight", "grad")
 
 
 class Delayed(NamedTuple):
-    """One operand of a layer: the scale that it is quantised with, and where its largest number is noted."""
+    """Scale of one operand of a layer, and the buffer that records its amax."""
 
-    scale: Tensor  # fp32, one number
-    amax: Tensor | None  # fp32, one number: the largest of this step so far; None if it is not noted
+    scale: Tensor  # fp32, one element
+    amax: Tensor | None  # fp32, one element: this step's maximum so far; None if it is not recorded
 
     def note(self, amax: Tensor | None) -> None:
         if self.amax is not None and amax is not None:
@@ -37,19 +37,19 @@ class Delayed(NamedTuple):
 
 
 class DelayedScaling(KeepsBufferDtypes):
-    """The state of delayed scaling for one layer: `weft.linear(x, weight, recipe="fp8_tensor", scaling=state)` takes
-    its scales, and notes the largest numbers of x, weight and dy; `state.step()` makes the next scales of them. Call it
-    once a step, after backward. Until then all calls have the same scales: those of several micro-batches, of a weight
-    that several layers share, or of activations that are computed again.
+    """State of delayed scaling for one layer. `weft.linear(x, weight, recipe="fp8_tensor", scaling=state)` reads its
+    scales and records the amaxes of x, weight and dy; `state.step()` computes the next scales from them. Call `step`
+    once per training step, after backward. Until then all calls use the same scales: several micro-batches, a weight
+    shared by several layers, recomputed activations.
 
-    - `recipe`: of formats with one scale for the tensor and the convention `te` or `torchao`, such as "fp8_tensor".
-    - `history`: how many steps the largest number is taken of, with `algorithm="max"`; "most_recent" takes the last.
-    - `margin`: scales leave room for numbers 2^margin times as large.
+    - `recipe`: formats with one scale per tensor and the convention `te` or `torchao`, such as "fp8_tensor".
+    - `history`: number of steps over which `algorithm="max"` takes the maximum; "most_recent" uses the last step.
+    - `margin`: scales leave headroom for values 2^margin times as large.
 
-    It is a module: its buffers go where the model goes and are saved with it, in fp32 whatever the model's dtype:
-    `amax` [3] of this step, `history` [steps, 3] with the newest first, and the scales of x, weight and dy. After
-    `eval()` nothing is noted. Nothing waits for the device. Ranks have scales of their own, unless
-    `torch.distributed.all_reduce(state.amax, torch.distributed.ReduceOp.MAX)` comes before `step`.
+    It is a module: its buffers move with the model and are saved with it, in fp32 whatever the model's dtype: `amax`
+    [3] of this step, `history` [steps, 3] with the newest first, and the scales of x, weight and dy. After `eval()`
+    nothing is recorded. The host never waits for the device. Each rank has its own scales, unless you call
+    `torch.distributed.all_reduce(state.amax, torch.distributed.ReduceOp.MAX)` before `step`.
 
     >>> import torch, weft
     >>> scaling, w = weft.DelayedScaling(history=16), torch.randn(128, 256, requires_grad=True)
@@ -80,7 +80,7 @@ class DelayedScaling(KeepsBufferDtypes):
         if algorithm not in get_args(Algorithm):
             raise ValueError(f"algorithm must be 'max' or 'most_recent'; got {algorithm!r}")
         if whole("history", history) < 1:
-            raise ValueError(f"history has at least one step; got {history}")
+            raise ValueError(f"history must be at least 1 step; got {history}")
         specs = [getattr(self.recipe, name) for name in _OPERANDS]
         formats = [None if spec is None else Format.of(spec) for spec in specs]
         if any(
@@ -88,47 +88,47 @@ class DelayedScaling(KeepsBufferDtypes):
             for f in formats
         ):
             raise ValueError(
-                "delayed scaling is for formats with one scale for the tensor and the convention te or torchao, as the "
-                f"recipe 'fp8_tensor' has them; got {specs}"
+                "delayed scaling needs formats with one scale per tensor and the convention te or torchao, as in the "
+                f"recipe 'fp8_tensor'; got {specs}"
             )
         self.margin, self.algorithm = whole("margin", margin), algorithm
-        # What each of the operands is scaled to.
+        # Largest value of each operand after scaling.
         self._limits = [f.number.max * 2.0**-margin for f in formats if f is not None]
         options: Any = {"dtype": torch.float32, "device": device}
         self.register_buffer("amax", torch.empty(3, **options))
         self.register_buffer("history", torch.empty(history, 3, **options))
-        # Each in memory of its own: kernels take pointers that are multiples of 16 bytes.
+        # Separate allocations, because kernels expect 16-byte aligned pointers.
         for name in _OPERANDS:
             self.register_buffer(f"{name}_scale", torch.empty((), **options))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As before the first step; for those who make a model on the device "meta" and give it memory later."""
+        """Reset to the state before the first step, for models created on the device "meta" and materialized later."""
         self.amax.zero_()
         self.history.zero_()
         for name in _OPERANDS:
             getattr(self, f"{name}_scale").fill_(1.0)
 
     def operand(self, name: str) -> Delayed:
-        """That of x, weight or grad."""
+        """Return the state of the operand "x", "weight" or "grad"."""
         amax = self.amax[_OPERANDS.index(name)] if self.training else None
         return Delayed(getattr(self, f"{name}_scale"), amax)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make the scales of the next step of the largest numbers of this one and of those before."""
-        noted = torch.where(self.amax.isfinite(), self.amax, 0.0)
-        self.history.copy_(torch.cat((noted[None], self.history[:-1])))
-        largest = self.history.amax(0) if self.algorithm == "max" else noted
-        limits = torch.empty_like(largest)  # filled on the device: a copy from the host would wait for it
-        for place, limit in zip(limits, self._limits, strict=True):
-            place.fill_(limit)
-        # A larger factor would be one whose reciprocal has lost digits.
-        made = 1.0 / (limits / largest).clamp(max=2.0**126)
-        for name, scale, known in zip(_OPERANDS, made, largest > 0, strict=True):
-            old = self.operand(name).scale
-            old.copy_(torch.where(known, scale, old))
+        """Compute the next step's scales from this step's amaxes and the history."""
+        recorded = torch.where(self.amax.isfinite(), self.amax, 0.0)
+        self.history.copy_(torch.cat((recorded[None], self.history[:-1])))
+        largest = self.history.amax(0) if self.algorithm == "max" else recorded
+        limits = torch.empty_like(largest)  # filled on the device; a copy from the host would wait
+        for element, limit in zip(limits, self._limits, strict=True):
+            element.fill_(limit)
+        # The reciprocal of a larger factor would be subnormal and lose digits.
+        scales = 1.0 / (limits / largest).clamp(max=2.0**126)
+        for name, scale, is_nonzero in zip(_OPERANDS, scales, largest > 0, strict=True):
+            current = self.operand(name).scale
+            current.copy_(torch.where(is_nonzero, scale, current))
         self.amax.zero_()
 
     def extra_repr(self) -> str:

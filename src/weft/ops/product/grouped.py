@@ -1,13 +1,13 @@
-"""Products of rows in groups: each group of rows has a matrix of its own, as the experts of a layer have.
+"""Grouped products: each group of rows is multiplied with its own matrix, as in a mixture of experts.
 
     y[r] = round(act(x[r] @ w[e]^T + bias[e]))                          for the rows r of group e, w [groups, N, K]
     y[r] = round(act(x[r] @ gate[e]^T + b_g[e]) * (x[r] @ up[e]^T + b_u[e]))            with w[e] = [gate[e], up[e]]
     dx[r] = round(dz[r] @ w[e])            dw[e] = round(sum over the rows r of group e of dz[r]^T x[r])
 
-`ends` says on the device where groups end; `common.groups` has the rules. Rows of no group are zero in y and dx, and a
-group without rows has the gradient zero. Arithmetic and roundings are those of `matmul`; the bits of a row depend on
-the row and on its group's matrix alone. A kernel's programs find their tiles in `ends` themselves: the number of
-programs is the same wherever the groups end, and nothing waits for the device.
+`ends`, on the device, holds the end of each group; see `common.groups` for the rules. Rows of no group are zero in y
+and dx, and the gradient of an empty group is zero. Arithmetic and roundings are those of `matmul`; the bits of a row
+depend only on the row and its group's matrix. Programs find their tiles in `ends` themselves, so the grid does not
+depend on where groups end, and the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from .operands import Precision, autocasted_pair
 # ---- reference ------------------------------------------------------------------------------------------
 
 
-def _of_group(codes: Codes, group: int) -> Codes:
-    """Those of the matrix of a group."""
+def _group_codes(codes: Codes, group: int) -> Codes:
+    """Return the codes of one group's matrix."""
     if codes.data is None:
         return codes
     return codes._replace(data=codes.data[group], scale=codes.scale[group])
 
 
-def _gathered(x: Tensor, a: GroupedArgs) -> Tensor:
-    """The rows that are multiplied."""
+def _gather(x: Tensor, a: GroupedArgs) -> Tensor:
+    """Return the rows to multiply, gathered by `slot_of_row` if given."""
     if a.slot_of_row is None:
         return x
     slot = a.slot_of_row.long()
     return torch.where((slot >= 0)[:, None], x[slot.clamp(min=0) // a.slots], 0)
 
 
-def _part(x: Tensor, codes: Codes, span: tuple[int, int, int], groups: int) -> Tensor:
-    """The rows of a group, transposed: [width, rows of the group]."""
+def _group_rows(x: Tensor, codes: Codes, span: tuple[int, int, int], groups: int) -> Tensor:
+    """Return the rows of a group, transposed: [width, rows of the group]."""
     group, begin, end = span
     dtype = compute_dtype(x)
     if codes.data is None:
@@ -80,7 +80,7 @@ def _part(x: Tensor, codes: Codes, span: tuple[int, int, int], groups: int) -> T
             first = (begin // 128 + group) * 128 // f.group
         scale = scale[:, first : first - (begin - end) // f.group]
     data = codes.data[:, begin // f.packed : -(-end // f.packed)]
-    # Rotated numbers stay so: their products need no undoing.
+    # Rotations cancel in the product, so they are not undone.
     return dequantize_copy(codes._replace(data=data, scale=scale), (x.shape[1], end - begin), dtype)
 
 
@@ -88,41 +88,43 @@ def _part(x: Tensor, codes: Codes, span: tuple[int, int, int], groups: int) -> T
 
 
 def sums_of_groups(x: Tensor, groups: Groups, dtype: torch.dtype, precision: str | None = None) -> Tensor:
-    """The sums [groups, N] of the rows of each group of x [rows, N], in fp32 and rounded to dtype."""
+    """Sum the rows of each group of x [rows, N] in fp32; return [groups, N] rounded to dtype."""
     ones = torch.ones(len(x), 1, dtype=x.dtype, device=x.device)
     args = wgrad_args(x, ones, groups, plain_result(dtype))
     return grouped_wgrad_op(args._replace(precision=precision)).result.y.squeeze(-1)
 
 
-def _of_gradients(precision: str | None) -> str | None:
-    """Sums in fp16 are for the forward alone."""
+def _gradient_precision(precision: str | None) -> str | None:
+    """Return the precision of backward products: fp16 sums are for the forward only."""
     return None if precision == "fp16" else precision
 
 
-def _plain_weights(kept: GroupedArgs, dtype: torch.dtype) -> Tensor:
-    """The matrices of all groups, [groups, N, K], in plain numbers."""
-    w, codes = kept.w, kept.w_codes
-    if isinstance(w, QTensor):  # kept by a graph that was traced with it
-        found = _codes_of_weights(w)
-        if found is None:
+def _plain_weights(saved: GroupedArgs, dtype: torch.dtype) -> Tensor:
+    """Return the dequantized matrices of all groups, [groups, N, K]."""
+    w, codes = saved.w, saved.w_codes
+    if isinstance(w, QTensor):  # saved by a graph that was traced with a QTensor
+        weight_codes_ = _codes_of_weights(w)
+        if weight_codes_ is None:
             return w.dequantize(dtype)
-        w, codes = stand_in(w), found
+        w, codes = stand_in(w), weight_codes_
     if codes.data is None:
         return w.to(dtype)
-    parts = [plain_numbers(one, _of_group(codes, group), dtype, False) for group, one in enumerate(w)]
-    return torch.stack(parts) if parts else kept.w.new_zeros(kept.w.shape, dtype=dtype)
+    matrices = [
+        plain_numbers(matrix, _group_codes(codes, group), dtype, False) for group, matrix in enumerate(w)
+    ]
+    return torch.stack(matrices) if matrices else saved.w.new_zeros(saved.w.shape, dtype=dtype)
 
 
-def _scattered(dx: Tensor, kept: GroupedArgs) -> Tensor:
-    """The gradients of the tokens from those of the rows, added up in the order of the slots."""
-    if kept.slot_of_row is None:
+def _scatter_add(dx: Tensor, saved: GroupedArgs) -> Tensor:
+    """Add the rows' gradients to their tokens' gradients, in the order of the slots."""
+    if saved.slot_of_row is None:
         return dx
-    slot, tokens = kept.slot_of_row.long(), len(kept.x)
-    count = tokens * kept.slots
-    # Pads are written past the end. All other slots are different, so the order of writing does not matter.
+    slot, tokens = saved.slot_of_row.long(), len(saved.x)
+    count = tokens * saved.slots
+    # Padding rows write past the end. All other slots are distinct, so the order of writes does not matter.
     row_of_slot = slot.new_full((count + 1,), -1)
     row_of_slot.scatter_(0, torch.where(slot >= 0, slot, count), torch.arange(len(slot), device=slot.device))
-    rows = row_of_slot[:count].view(tokens, kept.slots)
+    rows = row_of_slot[:count].view(tokens, saved.slots)
     total = torch.zeros(tokens, dx.shape[1], dtype=compute_dtype(dx), device=dx.device)
     for row in rows.unbind(1):
         total += torch.where((row >= 0)[:, None], dx[row.clamp(min=0)], 0)
@@ -149,12 +151,12 @@ class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", va
         return launch_grouped
 
     def reference(self, a: GroupedArgs) -> ProductOutputs:
-        """The definition."""
+        """Compute the grouped product in plain PyTorch."""
         dtype = compute_dtype(a.x)
-        x = _gathered(reference_numbers(a.x, a.x_codes, dtype, False), a)
+        x = _gather(reference_numbers(a.x, a.x_codes, dtype, False), a)
         y = x.new_zeros(len(x), a.w.shape[1] // (2 if a.gated else 1))
         for group, begin, end in group_spans(a.ends, len(x), a.align):
-            weight = reference_numbers(a.w[group], _of_group(a.w_codes, group), dtype, False)
+            weight = reference_numbers(a.w[group], _group_codes(a.w_codes, group), dtype, False)
             bias = None if a.bias is None else a.bias[group]
             y[begin:end] = finish_reference(x[begin:end] @ weight.t(), bias, a.activation, a.gated)
         rounded = y if a.result.format is None else y.to(a.result.dtype)
@@ -163,35 +165,37 @@ class GroupedMatmulOp(Op[GroupedArgs, ProductOutputs], name="grouped_matmul", va
         )
 
     def keep(self, a: GroupedArgs, o: ProductOutputs) -> GroupedArgs:
-        """What the gradients are made of."""
+        """Save what backward reads."""
         return a._replace(result=plain_result(a.result.dtype))
 
     def backward(self, b: Backward) -> Gradients:
-        kept: GroupedArgs = b.kept
+        saved: GroupedArgs = b.kept
         dz = b.grads.result.y
-        found: Gradients = {}
-        plain = kept._replace(activation=None, gated=False, precision=_of_gradients(kept.precision))
-        if kept.activation is not None:
-            of_z = plain._replace(precision=kept.precision, result=plain_result(compute_dtype(dz)))
-            z = grouped_matmul_op(of_z).result.y
-            layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
-            dz = glu_backward(dz, z, act=cast(Act, kept.activation), layout=layout).x.to(dz.dtype)
+        gradients: Gradients = {}
+        product_args = saved._replace(
+            activation=None, gated=False, precision=_gradient_precision(saved.precision)
+        )
+        if saved.activation is not None:
+            z_args = product_args._replace(precision=saved.precision, result=plain_result(compute_dtype(dz)))
+            z = grouped_matmul_op(z_args).result.y
+            layout: Literal["concat", "none"] = "concat" if saved.gated else "none"
+            dz = glu_backward(dz, z, act=cast(Act, saved.activation), layout=layout).x.to(dz.dtype)
         if b.needs.x:
-            weights = _plain_weights(kept, dz.dtype).mT
-            of_x = plain._replace(
+            weights = _plain_weights(saved, dz.dtype).mT
+            dx_args = product_args._replace(
                 x=dz, w=weights, x_codes=PLAIN, w_codes=PLAIN, bias=None, slot_of_row=None,
-                result=plain_result(kept.x.dtype),
+                result=plain_result(saved.x.dtype),
             )  # fmt: skip
-            found["x"] = _scattered(grouped_matmul_op(of_x).result.y, kept)
-        groups = Groups(kept.ends, kept.align)
+            gradients["x"] = _scatter_add(grouped_matmul_op(dx_args).result.y, saved)
+        groups = Groups(saved.ends, saved.align)
         if b.needs.w:
-            values = _gathered(plain_numbers(kept.x, kept.x_codes, dz.dtype, False), kept)
-            of_w = wgrad_args(dz, values, groups, plain_result(kept.w.dtype))
-            of_w = of_w._replace(precision=plain.precision, engine=kept.engine)
-            found["w"] = grouped_wgrad_op(of_w).result.y
-        if b.needs.bias and kept.bias is not None:
-            found["bias"] = sums_of_groups(dz, groups, kept.bias.dtype, plain.precision)
-        return found
+            rows = _gather(plain_numbers(saved.x, saved.x_codes, dz.dtype, False), saved)
+            dw_args = wgrad_args(dz, rows, groups, plain_result(saved.w.dtype))
+            dw_args = dw_args._replace(precision=product_args.precision, engine=saved.engine)
+            gradients["w"] = grouped_wgrad_op(dw_args).result.y
+        if b.needs.bias and saved.bias is not None:
+            gradients["bias"] = sums_of_groups(dz, groups, saved.bias.dtype, product_args.precision)
+        return gradients
 
 
 grouped_matmul_op = GroupedMatmulOp()
@@ -214,11 +218,13 @@ class GroupedWgradOp(Op[WgradArgs, ProductOutputs], name="grouped_wgrad", varian
         return launch_wgrad
 
     def reference(self, a: WgradArgs) -> ProductOutputs:
-        """The definition."""
+        """Compute the groups' weight gradients in plain PyTorch."""
         groups = len(a.ends)
         y = torch.zeros(groups, a.dy.shape[1], a.x.shape[1], dtype=compute_dtype(a.dy), device=a.dy.device)
         for span in group_spans(a.ends, len(a.dy), a.align):
-            y[span[0]] = _part(a.dy, a.dy_codes, span, groups) @ _part(a.x, a.x_codes, span, groups).t()
+            y[span[0]] = (
+                _group_rows(a.dy, a.dy_codes, span, groups) @ _group_rows(a.x, a.x_codes, span, groups).t()
+            )
         if a.addend is not None:
             y = y + a.addend.to(y.dtype)
         return ProductOutputs(result_reference(a.result, y.flatten(0, 1), tuple(y.shape), a.dy))
@@ -228,22 +234,22 @@ grouped_wgrad_op = GroupedWgradOp()
 
 
 def weight_codes(copies: Copies, groups: int, transpose: bool) -> Codes | None:
-    """Return the codes [groups, N, K] of weights, with their scales along K: those of the row-wise copy, or, to
-    multiply with the transposes [groups, K, N], those of the column-wise one. They are views."""
-    found = codes_along_k(*(reversed(copies) if transpose else copies))
-    if found is None:
+    """Return views of the weights' codes [groups, N, K] with scales along K: the row-wise copy, or the column-wise copy
+    to multiply with the transposes [groups, K, N]."""
+    codes = codes_along_k(*(reversed(copies) if transpose else copies))
+    if codes is None:
         return None
-    side = 1 if transpose else 0  # along which the groups lie one after another
-    block, scale = Format.of(found.format).block, found.scale
-    data = found.data.unflatten(side, (groups, -1)).movedim(side, 0)
+    side = 1 if transpose else 0  # dimension along which groups are concatenated
+    block, scale = Format.of(codes.format).block, codes.scale
+    data = codes.data.unflatten(side, (groups, -1)).movedim(side, 0)
     if block == "tensor" or (block == "row" and transpose):  # one scale for all groups
-        return found._replace(data=data, scale=scale.expand(groups, *scale.shape))
-    return found._replace(data=data, scale=scale.unflatten(side, (groups, -1)).movedim(side, 0))
+        return codes._replace(data=data, scale=scale.expand(groups, *scale.shape))
+    return codes._replace(data=data, scale=scale.unflatten(side, (groups, -1)).movedim(side, 0))
 
 
 def _codes_of_weights(q: QTensor, transpose: bool = False) -> Codes | None:
-    if q.shape[1] % _rows_of_blocks(q.spec, transpose):
-        return None  # a block has rows of two groups
+    if q.shape[1] % _block_height(q.spec, transpose):
+        return None  # a block spans two groups
     return weight_codes((q.rowwise, q.columnwise), q.shape[0], transpose)
 
 
@@ -271,26 +277,25 @@ def grouped_matmul(
     precision: Precision | None = None,
     engine: Engine = "auto",
 ) -> Tensor:
-    """The product of each row with the matrix of its group, and what follows it, in one kernel: for the rows of group e
-    `torch.nn.functional.linear(x, w[e], bias[e])`. Rows of no group are zeros. Nothing waits for the device.
+    """Multiply each row with its group's matrix and apply the epilogue in one kernel: for the rows of group e
+    `torch.nn.functional.linear(x, w[e], bias[e])`. Rows of no group are zero. The host never waits for the device.
 
-    - `x`: [rows, K], sorted by group. `w`: [groups, N, K], the weights of the groups. Plain or quantised in any pair of
-      formats that `matmul` takes, and with its arithmetic. Quantised weights are made by
-      `quantize(w)`; with blocks of 128 rows (128x128) N must be a multiple of 128.
-    - `ends`: [groups], int32 or int64 on the device: where the rows of each group end. A group begins where the one
-      before it ends, rounded up to a multiple of `align`: `ends=rows.ends, align=rows.align` of a `row_map`.
-    - `transpose`: multiply with the transposes, `x @ w[e]`, as the gradient of x does. Quantised weights need their
+    - `x`: [rows, K], sorted by group. `w`: [groups, N, K], one matrix per group. Plain or quantized, in any pair of
+      formats that `matmul` takes and with its arithmetic. Quantize weights with `quantize(w)`; with blocks of 128 rows
+      (128x128) N must be a multiple of 128.
+    - `ends`: [groups], int32 or int64 on the device: the end of each group's rows. A group begins at the end of the
+      previous one, rounded up to a multiple of `align`: pass `ends=rows.ends, align=rows.align` of a `row_map`.
+    - `transpose`: multiply with the transposes, `x @ w[e]`, as the gradient of x does. Quantized weights need their
       column-wise copy for that, except in blocks 128x128 and tensor.
-    - `gather`: a `row_map`, to read row r from token `gather.slot_of_row[r] // slots`: x is then [tokens, K], and no
-      permuted copy of it is made.
+    - `gather`: a `row_map`; row r reads token `gather.slot_of_row[r] // slots`. x is then [tokens, K], and is not
+      permuted in memory.
     - `bias`: [groups, N]. `activation`, `glu`, `out_dtype`, `precision` and `engine` are those of `matmul`; with `glu`
-      w has 2N rows, those of the gate first.
-    - `quantize`: the result is a `QTensor` with a row-wise copy. `out`: write into this tensor or `QTensor`, in its
-      dtype; it shares no memory with x and w.
+      w has 2N rows, the gate's first.
+    - `quantize`: return a `QTensor` with a row-wise copy. `out`: write into this tensor or `QTensor`, in its dtype; it
+      must not share memory with x and w.
 
-    Gradients flow to x, w and bias; through quantised operands they pass straight. The bits are the same in every run,
-    and those of a row depend on nothing but the row and its group's matrix, as long as there are either more or fewer
-    than 16 rows for each group.
+    Gradients flow to x, w and bias; they pass straight through quantized operands. Runs are bitwise reproducible, and
+    the bits of a row depend only on the row and its group's matrix, as long as rows / groups stays on one side of 16.
 
     >>> import torch, weft
     >>> x, w = torch.randn(6, 64), torch.randn(3, 32, 64)
@@ -313,9 +318,10 @@ def grouped_matmul(
         raise ValueError(f"w must be on {x.device} like x; it is on {w.device}")
     n, k = (w.shape[2], w.shape[1]) if transpose else (w.shape[1], w.shape[2])
     if k != x.shape[1] or w.shape[0] != ends.shape[0]:
-        meant = "[groups, K, N]" if transpose else "[groups, N, K]"
+        layout = "[groups, K, N]" if transpose else "[groups, N, K]"
         raise ValueError(
-            f"x {tuple(x.shape)}, w {tuple(w.shape)} as {meant} and {ends.shape[0]} ends do not fit together"
+            f"x {tuple(x.shape)}, w {tuple(w.shape)} as {layout} and {ends.shape[0]} ends do not fit together: K and "
+            "the number of groups must agree"
         )
     if gated and n % 2:
         raise ValueError(f"glu= takes the gate's rows and up's from w, [groups, 2N, K]; got {tuple(w.shape)}")
@@ -324,8 +330,8 @@ def grouped_matmul(
         slots = gather.row_of_slot.shape[-1]
         if gather.row_of_slot.numel() != x.shape[0] * slots:
             raise ValueError(
-                f"gather= reads x by tokens: it has {gather.row_of_slot.numel() // max(slots, 1)}, and x "
-                f"{x.shape[0]} rows"
+                f"gather= has {gather.row_of_slot.numel() // max(slots, 1)} tokens, but x has {x.shape[0]} rows: pass "
+                "x [tokens, K], not permuted"
             )
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, (w.shape[0], n))
@@ -356,16 +362,16 @@ def grouped_wgrad(
     precision: Precision | None = None,
     engine: Engine = "auto",
 ) -> Tensor:
-    """The gradients of the matrices of groups: `dy[rows of e].T @ x[rows of e]` for each group e, [groups, N, K]. A
-    group without rows has zeros. Nothing waits for the device.
+    """Compute the groups' weight gradients [groups, N, K]: `dy[rows of e].T @ x[rows of e]` for each group e, zeros for
+    an empty group. The host never waits for the device.
 
-    - `dy`: [rows, N], `x`: [rows, K], in one dtype or both quantised; a `QTensor` needs its column-wise copy, in which
-      no block has rows of two groups: as `permute` and `glu` make it, or `quantize` if `align` is a multiple of 128.
-      In pads, quantised operands must have zeros.
+    - `dy`: [rows, N], `x`: [rows, K], in one dtype or both quantized. A `QTensor` needs its column-wise copy, without
+      blocks that span two groups: as `permute` and `glu` return it, or `quantize` if `align` is a multiple of 128.
+      Quantized operands must be zero in padding rows.
     - `ends`, `align`: see `grouped_matmul`.
     - `out`: write into this tensor, in its dtype, for instance a weight's fp32 `main_grad`; with `accumulate` add to
-      it, in fp32. It shares no memory with dy and x.
-    - `out_dtype`: of the result, by default that of dy.
+      it, in fp32. It must not share memory with dy and x.
+    - `out_dtype`: dtype of the result, by default dy's.
 
     >>> import torch, weft
     >>> dw = weft.grouped_wgrad(torch.ones(6, 32), torch.ones(6, 64), torch.tensor([2, 2, 5]))
@@ -387,7 +393,7 @@ def grouped_wgrad(
     if out is not None:
         check_tensor("out", out, FLOATS, dy.device, shape)
     elif accumulate:
-        raise ValueError("accumulate=True adds to out=…")
+        raise ValueError("accumulate=True adds to out=…: pass out=")
     args = WgradArgs(
         left, right, dy_codes, x_codes, ends, align, out if accumulate else None, precision, engine,
         result_options(dy, None, out_dtype=dtype_of_out(out, out_dtype)),
@@ -402,48 +408,48 @@ def grouped_wgrad(
 def _check_groups(ends: Tensor, align: int, x: Tensor) -> None:
     check_tensor("ends", ends, INTEGERS, x.device)
     if ends.dim() != 1:
-        raise ValueError(f"ends has one number for each group, [groups]; its shape is {tuple(ends.shape)}")
+        raise ValueError(f"ends must have one element per group, [groups]; got shape {tuple(ends.shape)}")
     if whole("align", align) < 1:
         raise ValueError(f"align must be at least 1; got {align}")
     if x.shape[0] >= 2**31 - 128:
-        raise ValueError(f"rows of groups are numbered in 32 bits; got {x.shape[0]}")
+        raise ValueError(f"grouped products support at most 2^31 - 129 rows; got {x.shape[0]}")
 
 
 def _operand_of(
-    x: Tensor, name: str, side: str, take: Callable[[QTensor], Codes | None]
+    x: Tensor, name: str, side: str, select_codes: Callable[[QTensor], Codes | None]
 ) -> tuple[Tensor, Codes]:
-    """An operand in the form that the op takes."""
-    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    """Return (tensor, codes) of an operand, as the op takes it."""
+    # The compiler cannot trace into a QTensor; the dispatcher takes it apart later.
     if not isinstance(x, QTensor) or torch.compiler.is_compiling():
         return x, PLAIN
-    found = take(x)
-    if found is None:
-        raise ValueError(f"{name} has no {side}-wise copy: got {x!r}. Quantize it with {side}wise=True")
-    return stand_in_for(x), found
+    codes = select_codes(x)
+    if codes is None:
+        raise ValueError(f"{name} has no {side}-wise copy; got {x!r}: quantize it with {side}wise=True")
+    return stand_in_for(x), codes
 
 
 def _weights_of(w: Tensor, transpose: bool) -> tuple[Tensor, Codes]:
-    """The weights as [groups, N, K] in the form that the op takes."""
+    """Return (tensor, codes) of the weights [groups, N, K], as the op takes them."""
     if isinstance(w, QTensor):
         check_weight_blocks(w.spec, w.shape[1], transpose)
         if not (transpose and torch.compiler.is_compiling()):
-            take = functools.partial(_codes_of_weights, transpose=transpose)
-            left, codes = _operand_of(w, "w", "column" if transpose else "row", take)
+            select_codes = functools.partial(_codes_of_weights, transpose=transpose)
+            left, codes = _operand_of(w, "w", "column" if transpose else "row", select_codes)
             return (left.mT if transpose else left), codes
     return (w.mT if transpose else w), PLAIN
 
 
 def check_weight_blocks(spec: str, rows: int, transpose: bool) -> None:
-    """Raise an error if blocks of quantized weights, each with this many rows, would have rows of two groups."""
-    block = _rows_of_blocks(spec, transpose)
+    """Raise ValueError if a block of quantized weights with `rows` rows each would span two groups."""
+    block = _block_height(spec, transpose)
     if rows % block:
         raise ValueError(
-            f"the weights of groups are quantized in blocks of {block} along their {rows} rows, and some would have "
-            "rows of two groups: take another format, or pad the weights"
+            f"blocks of {block} rows do not divide the {rows} rows of each group's weights, so some would span two "
+            "groups: use another format, or pad the weights"
         )
 
 
-def _rows_of_blocks(spec: str, transpose: bool) -> int:
-    """Return how many rows of a weight share a block, in the copy that is read for it or for its transpose."""
+def _block_height(spec: str, transpose: bool) -> int:
+    """Return the number of a weight's rows that share a block, in the copy read for it or for its transpose."""
     f = Format.of(spec)
     return max(f.block_rows, f.square, f.group if transpose else 1, 1)

@@ -1,7 +1,7 @@
-"""The kernels of products: tiles of [M, N], summed over K.
+"""Kernels of products: [M, N] tiles summed over K.
 
-One kernel serves all formats. What the operands are is a `Product`, a constant; `operands` describes the three bodies
-of its loop. Tiles of both operands are [rows, K].
+One kernel serves all formats. A constant `Product` describes the operands; `operands` explains the three bodies of the
+loop. Tiles of both operands are [rows, K].
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ..common.spans import group_rows, group_tile
 
 
 class Operand(NamedTuple):
-    """An operand [batch, rows, K]: its numbers or codes, and where they lie. Either K or the rows are contiguous."""
+    """Operand [batch, rows, K]: elements or codes, scales and strides. Either K or the rows are contiguous."""
 
     data: Tensor | None
     scale: Tensor | None
-    global_scale: Tensor | None  # nvfp4's, one for the tensor
-    stride: int  # from row to row if K is contiguous, else from one index of K to the next
+    global_scale: Tensor | None  # one per tensor; nvfp4 only
+    stride: int  # between rows if K is contiguous, else along K
     batch_stride: int
-    scale_row_stride: int  # from one row of scales to the next
-    scale_stride: int  # from one scale to the next along K
+    scale_row_stride: int  # between rows of scales
+    scale_stride: int  # along K
     scale_batch_stride: int
 
 
 class Finish(NamedTuple):
-    """What is done to the sums: times alpha and factor, plus bias, activation, plus residual."""
+    """Epilogue of the sums: times alpha and factor, plus bias, activation, plus residual."""
 
     bias: Tensor | None  # [N], or [batch, N]
     residual: Tensor | None  # [batch, M, N]
-    alpha: Tensor | None  # fp32, one number
+    alpha: Tensor | None  # fp32, one element
     bias_stride: int
     residual_stride: int
     residual_batch_stride: int
@@ -48,57 +48,57 @@ class Finish(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Those of a product [batch, M, K] x [batch, K, N]. With a gated unit, b has 2N columns."""
+    """Sizes of a product [batch, M, K] x [batch, K, N]. With a gated unit, b has 2N columns."""
 
     m: int
     n: int
     k: int
-    span: int  # steps of K, of TILE.k each, that are summed before they are added to the rest
+    span: int  # number of steps of K, TILE.k long, that are summed separately
 
 
 class Gather(NamedTuple):
-    """Which row of a stands for a row of the product: that of the token `slot_of_row // slots`, none if negative."""
+    """Map from rows of the product to rows of a: row r reads token `slot_of_row[r] // slots`, none if negative."""
 
-    slot_of_row: Tensor | None  # int32 [M], or None: a's rows are those of the product
+    slot_of_row: Tensor | None  # int32 [M]; None if a's rows are the product's
     slots: int
     tokens: int  # rows of a
 
 
 class Rows(NamedTuple):
-    """Rows of an operand that a program reads."""
+    """Range of an operand that a program reads: its rows, and the end of K."""
 
     row: Any  # int64 [ROWS]
-    first: Any  # the first of them
-    count: Any  # how many the operand has
-    depth: Any  # where K ends
-    scale_depth: Any  # the same, counted along the scales
+    first: Any  # first row of the tile
+    count: Any  # rows of the operand
+    depth: Any  # end of K
+    scale_depth: Any  # end of K in the scales' coordinates
 
 
 class Step(NamedTuple):
-    """A step of the loop: where it begins along K, and where along K the scales of that are counted."""
+    """Start of a loop step along K, and the start of its scales, which may be counted from another origin."""
 
     start: Any
     scale_start: Any
 
 
 class Depth(NamedTuple):
-    """The part of K that is summed. Where groups lie along K, and blocks of scales begin with groups, the scales are
-    counted from another origin than the codes."""
+    """Range of K that is summed. If groups lie along K and scale blocks restart at groups, scales have an origin of
+    their own."""
 
     origin: Any
     end: Any
     scale_origin: Any
 
 
-class Place(NamedTuple):
-    """Where a tile of the result lies."""
+class Location(NamedTuple):
+    """Location of a tile of the result, and of the operands' rows that it reads."""
 
     row: Any  # int64 [M]
     first_row: Any
-    rows: Any  # the row after the last that there is to compute: those from there on are zero in the result
-    written: Any  # the row after the last that this program writes
-    a_row: Any  # int64 [M], the rows of a that are read
-    a_rows: Any  # the row of a after the last that there is to read
+    rows: Any  # end of the rows to compute; rows from there on are zero in the result
+    written: Any  # end of the rows that this program writes
+    a_row: Any  # int64 [M], the rows of a to read
+    a_rows: Any  # end of the rows of a that may be read
     col: Any  # int64 [N]
     first_col: Any
     batch: Any  # int64, of the result and of a
@@ -110,8 +110,8 @@ class Place(NamedTuple):
 
 @triton.jit
 def _typed(ptr, FORM: tl.constexpr, PRODUCT: tl.constexpr):
-    """A pointer to codes as one to the type that is multiplied. The pointer is cast, not the values: a cast between a
-    load and a dot would take the way through registers on sm_90 and sm_100."""
+    """Cast a pointer to codes to the type that is multiplied. Casting loaded values instead would route them through
+    registers on sm_90 and sm_100."""
     if PRODUCT.multiplied == "stored" and FORM.element == "e4m3":
         return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     elif PRODUCT.multiplied == "stored" and FORM.element == "e5m2":
@@ -121,8 +121,8 @@ def _typed(ptr, FORM: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _of_batch(operand, batch, FORM: tl.constexpr):
-    """The operand [rows, K] of a batch."""
+def _select_batch(operand, batch, FORM: tl.constexpr):
+    """Return the operand [rows, K] of one batch."""
     ALIGN: tl.constexpr = FORM.align
     scale = operand.scale
     if operand.scale is not None:
@@ -141,7 +141,7 @@ def _of_batch(operand, batch, FORM: tl.constexpr):
 
 @triton.jit
 def _source(operand, rows, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
-    """What tiles of an operand [rows, K] are read from: a pointer to its numbers, or a descriptor."""
+    """Return the source of an operand's tiles [rows, K]: a pointer, or a descriptor for bulk copies."""
     ALIGN: tl.constexpr = FORM.align
     ptr = _typed(operand.data, FORM, PRODUCT)
     if FORM.bulk:
@@ -156,7 +156,7 @@ def _source(operand, rows, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _stored(operand, source, rows, start, FORM: tl.constexpr, TILE: tl.constexpr):
-    """A tile [ROWS, K] as it is stored, from `start` on along K; zero where there is nothing."""
+    """Load a tile [ROWS, K] as stored, starting at `start` along K; zero out of bounds."""
     ALIGN: tl.constexpr = FORM.align
     STEP: tl.constexpr = TILE.k // FORM.packed
     first = start // FORM.packed
@@ -181,7 +181,7 @@ def _stored(operand, source, rows, start, FORM: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _group_scales(operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr):
-    """Codes of the scales [ROWS, groups] of groups along K. Beyond K they are 0, which is no NaN."""
+    """Load the codes of group scales [ROWS, groups] along K. Beyond K they are 0, which is not NaN."""
     GROUP: tl.constexpr = FORM.group
     GROUPS: tl.constexpr = TILE.k // GROUP
     group = step.scale_start // GROUP + tl.arange(0, GROUPS)
@@ -193,7 +193,7 @@ def _group_scales(operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _block_scales(operand, rows, step, FORM: tl.constexpr, ONE: tl.constexpr):
-    """The scales of a block of 128 along K: [ROWS], or one number if ONE square holds all rows of the tile."""
+    """Load the scales of a block of 128 along K: [ROWS], or a scalar if ONE square holds all rows of the tile."""
     off = (step.scale_start // 128).to(tl.int64) * operand.scale_stride
     if ONE:
         return tl.load(operand.scale + (rows.first // 128).to(tl.int64) * operand.scale_row_stride + off)
@@ -205,7 +205,7 @@ def _block_scales(operand, rows, step, FORM: tl.constexpr, ONE: tl.constexpr):
 
 @triton.jit
 def _scales(operand, rows, step, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
-    """The scales that a step of K takes: of blocks, codes of those of groups, or none."""
+    """Load the scales of a step of K: block scales, codes of group scales, or None."""
     if PRODUCT.body == "scaled":
         codes = _group_scales(operand, rows, step, FORM, TILE)
         return codes.to(tl.float8e4nv, bitcast=True) if FORM.block == "nvfp4" else codes
@@ -217,14 +217,14 @@ def _scales(operand, rows, step, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE
 
 @triton.jit
 def _times(values, scales):
-    """[ROWS, K] times [ROWS, groups]."""
+    """Multiply values [ROWS, K] by group scales [ROWS, groups]."""
     grouped = tl.reshape(values, (values.shape[0], scales.shape[1], values.shape[1] // scales.shape[1]))
     return tl.reshape(grouped * scales[:, :, None], values.shape)
 
 
 @triton.jit
 def _decoded(codes, operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The numbers of codes [ROWS, K] in fp32, exactly; with groups, times their scales."""
+    """Decode codes [ROWS, K] to fp32, exactly; multiply by group scales if there are any."""
     values = decode(unpack_pairs(codes) if FORM.packed == 2 else codes, FORM)
     if FORM.block == "mx":
         return _times(values, decode_e8m0(_group_scales(operand, rows, step, FORM, TILE)))
@@ -236,8 +236,8 @@ def _decoded(codes, operand, rows, step, FORM: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def _fnuz(codes, ELEMENT: tl.constexpr):
-    """Codes as numbers of gfx942's own 8-bit types, which are half as large, since their bias is one more. There 0x80
-    is NaN: -0 becomes +0, and what is NaN or infinite becomes that NaN."""
+    """Reinterpret codes as gfx942's 8-bit types, whose bias is one larger, so values are halved. There 0x80 is NaN: -0
+    becomes +0, and NaN and infinity become that NaN."""
     if ELEMENT == "e4m3":
         codes = tl.where((codes & 0x7F) == 0x7F, 0x80, tl.where(codes == 0x80, 0, codes)).to(tl.uint8)
         return codes.to(tl.float8e4b8, bitcast=True)
@@ -248,7 +248,7 @@ def _fnuz(codes, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _operand(operand, source, rows, step, FORM: tl.constexpr, PRODUCT: tl.constexpr, TILE: tl.constexpr):
-    """A tile [ROWS, K] of numbers as they are multiplied."""
+    """Load a tile [ROWS, K] in the type in which it is multiplied."""
     stored = _stored(operand, source, rows, step.start, FORM, TILE)
     if PRODUCT.multiplied == "stored":
         return stored
@@ -270,7 +270,7 @@ def _operand(operand, source, rows, step, FORM: tl.constexpr, PRODUCT: tl.conste
 
 @triton.jit
 def _dot(a, b, total, PRODUCT: tl.constexpr):
-    """total + a [M, K] @ b [N, K]^T, in the order of the matrix unit; from zero if total is None."""
+    """Return total + a [M, K] @ b [N, K]^T, added in the matrix unit's order; from zero if total is None."""
     b = tl.trans(b)
     if PRODUCT.sums == "int32":
         return tl.dot(a, b, total, out_dtype=tl.int32)
@@ -282,7 +282,7 @@ def _dot(a, b, total, PRODUCT: tl.constexpr):
         else:
             return tl.dot(a, b, total, input_precision="ieee")
     elif a.dtype.is_fp8():
-        # sm_90 keeps 14 bits of the sums of 8-bit products, unless it adds them up elsewhere every 128 of K.
+        # sm_90 accumulates 8-bit products with 14 bits, unless sums are promoted to fp32 every 128 of K.
         PROMOTED: tl.constexpr = a.shape[1] if a.shape[1] < 128 else 128
         return tl.dot(a, b, total, max_num_imprecise_acc=PROMOTED)
     else:
@@ -291,7 +291,7 @@ def _dot(a, b, total, PRODUCT: tl.constexpr):
 
 @triton.jit
 def _step(total, a, b, a_scale, b_scale, PRODUCT: tl.constexpr, TILE: tl.constexpr):
-    """Add the product of tiles a [M, K] and b [N, K] to the sums. The scales are those of `_scales`."""
+    """Add the product of tiles a [M, K] and b [N, K], with scales from `_scales`, to the sums."""
     A: tl.constexpr = PRODUCT.a.element
     B: tl.constexpr = PRODUCT.b.element
     A_ONE: tl.constexpr = PRODUCT.a.block == "128x128" and TILE.in_squares
@@ -316,7 +316,7 @@ def _step(total, a, b, a_scale, b_scale, PRODUCT: tl.constexpr, TILE: tl.constex
         else:
             return total + part
     elif PRODUCT.precision == "bf16x3":
-        # Not `total + dot(...)`: Triton would fuse that into one chain of additions over all of K.
+        # Subtract the negated dot: Triton would fuse `total + dot(...)` into one chain of additions over all of K.
         return total - dot_fp32(-a, tl.trans(b), True)
     else:
         return _dot(a, b, total, PRODUCT)
@@ -333,24 +333,26 @@ def _zeros(PRODUCT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sums(a, b, place, depth, n, begin, end, PRODUCT: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr):
-    """Sums [M, N] over the steps of K from `begin` up to `end`: with GATED those of gate and up, else one twice."""
+def _sums(
+    a, b, location, depth, n, begin, end, PRODUCT: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr
+):
+    """Sum [M, N] over the steps of K in [begin, end). With GATED return the sums of gate and up, else one sum twice."""
     STEP: tl.constexpr = TILE.k
     START: tl.constexpr = TILE.start_align
     count = n * 2 if GATED else n
     scale_end = depth.scale_origin + (depth.end - depth.origin)
-    rows = Rows(place.a_row, place.first_row, place.a_rows, depth.end, scale_end)
-    cols = Rows(place.col, place.first_col, count, depth.end, scale_end)
-    ups = Rows(place.col + n, place.first_col + n, count, depth.end, scale_end)
+    rows = Rows(location.a_row, location.first_row, location.a_rows, depth.end, scale_end)
+    cols = Rows(location.col, location.first_col, count, depth.end, scale_end)
+    ups = Rows(location.col + n, location.first_col + n, count, depth.end, scale_end)
     a_source, b_source = (
         _source(a, rows, PRODUCT.a, PRODUCT, TILE),
         _source(b, cols, PRODUCT.b, PRODUCT, TILE),
     )
     total = _zeros(PRODUCT, TILE)
     total_up = total
-    for number in range(begin, end):
-        start = tl.multiple_of(depth.origin + number * STEP, START)
-        step = Step(start, depth.scale_origin + number * STEP)
+    for index in range(begin, end):
+        start = tl.multiple_of(depth.origin + index * STEP, START)
+        step = Step(start, depth.scale_origin + index * STEP)
         left = _operand(a, a_source, rows, step, PRODUCT.a, PRODUCT, TILE)
         a_scale = _scales(a, rows, step, PRODUCT.a, PRODUCT, TILE)
         right = _operand(b, b_source, cols, step, PRODUCT.b, PRODUCT, TILE)
@@ -370,7 +372,7 @@ def _sums(a, b, place, depth, n, begin, end, PRODUCT: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _scaled(total, a, b, row, rows, col, cols, PRODUCT: tl.constexpr):
-    """Sums [M, N] times the scales of rows and of whole tensors. Two scales of tensors are multiplied first."""
+    """Multiply sums [M, N] by row and tensor scales. Two tensor scales are multiplied with each other first."""
     value = total.to(tl.float32)
     if PRODUCT.multiplied == "fnuz":
         value = value * 4.0
@@ -395,64 +397,64 @@ def _scaled(total, a, b, row, rows, col, cols, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _finished(
+def _epilogue(
     sums,
     a,
     b,
     finish,
-    place,
+    location,
     sizes,
     PRODUCT: tl.constexpr,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    """What is stored of the sums [M, N], before it is rounded."""
+    """Apply scales and epilogue to the sums [M, N]; the result is not rounded yet."""
     total, total_up = sums
     cols = sizes.n * 2 if GATED else sizes.n
-    up_col = place.col + sizes.n
+    up_col = location.col + sizes.n
     alpha = finish.factor
     if finish.alpha is not None:
         alpha = alpha * tl.load(finish.alpha)
-    exists = place.col < sizes.n
-    value = _scaled(total, a, b, place.a_row, place.a_rows, place.col, cols, PRODUCT) * alpha
+    exists = location.col < sizes.n
+    value = _scaled(total, a, b, location.a_row, location.a_rows, location.col, cols, PRODUCT) * alpha
     bias = finish.bias
     if finish.bias is not None:
-        bias = finish.bias + place.b_batch * finish.bias_stride
-        value += tl.load(bias + place.col, mask=exists, other=0.0).to(tl.float32)[None, :]
+        bias = finish.bias + location.b_batch * finish.bias_stride
+        value += tl.load(bias + location.col, mask=exists, other=0.0).to(tl.float32)[None, :]
     if ACT is not None:
         value = activate(value, 1.0, ACT)
     if GATED:
-        up = _scaled(total_up, a, b, place.a_row, place.a_rows, up_col, cols, PRODUCT) * alpha
+        up = _scaled(total_up, a, b, location.a_row, location.a_rows, up_col, cols, PRODUCT) * alpha
         if finish.bias is not None:
             up += tl.load(bias + up_col, mask=exists, other=0.0).to(tl.float32)[None, :]
         value = value * up
     if finish.residual is not None:
-        off = place.batch * finish.residual_batch_stride + place.row * finish.residual_stride
-        mask = (place.row < place.rows)[:, None] & exists[None, :]
-        residual = tl.load(finish.residual + off[:, None] + place.col[None, :], mask=mask, other=0.0)
+        off = location.batch * finish.residual_batch_stride + location.row * finish.residual_stride
+        mask = (location.row < location.rows)[:, None] & exists[None, :]
+        residual = tl.load(finish.residual + off[:, None] + location.col[None, :], mask=mask, other=0.0)
         value += residual.to(tl.float32)
     if GROUPED == "rows":
-        value = tl.where((place.row < place.rows)[:, None], value, 0.0)
+        value = tl.where((location.row < location.rows)[:, None], value, 0.0)
     return value
 
 
 @triton.jit
-def _store(value, y_ptr, copy, place, sizes, encoding, ALIGN: tl.constexpr):
-    """Round a tile and store it; or round it to y's dtype and store codes and scales of that."""
+def _store(value, y_ptr, copy, location, sizes, encoding, ALIGN: tl.constexpr):
+    """Round a tile to y's dtype and store it, or store codes and scales of the rounded tile."""
     n = (sizes.n // ALIGN) * ALIGN
-    mask = (place.row < place.written)[:, None] & (place.col < n)[None, :]
+    mask = (location.row < location.written)[:, None] & (location.col < n)[None, :]
     rounded = value.to(y_ptr.dtype.element_ty)
     if encoding.FORMAT is None:
-        off = tl.multiple_of((place.batch * sizes.m + place.row) * n, ALIGN)
-        tl.store(y_ptr + off[:, None] + place.col[None, :], rounded, mask=mask)
+        off = tl.multiple_of((location.batch * sizes.m + location.row) * n, ALIGN)
+        tl.store(y_ptr + off[:, None] + location.col[None, :], rounded, mask=mask)
     else:
-        # Rows past the last of a batch or a group must not become the first of the next.
-        before = place.batch * sizes.m
+        # Rows past the end of a batch or group must not overwrite the first rows of the next.
+        before = location.batch * sizes.m
         store_rows(
             tl.where(mask, rounded.to(tl.float32), 0.0),
             copy,
-            Tile(before + place.row, place.first_col, before + place.written, n, ALIGN, True, True),
+            Tile(before + location.row, location.first_col, before + location.written, n, ALIGN, True, True),
             encoding,
         )
 
@@ -461,9 +463,9 @@ def _store(value, y_ptr, copy, place, sizes, encoding, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _place(tile_row, tile_col, batch, sizes, groups, gather, TILE: tl.constexpr, GROUPED: tl.constexpr):
-    """The place of a tile. With groups of rows, tiles are numbered so that none has rows of two groups; b's batch is
-    then the group, and there are numbers that belong to no tile."""
+def _locate(tile_row, tile_col, batch, sizes, groups, gather, TILE: tl.constexpr, GROUPED: tl.constexpr):
+    """Return the location of a tile. With groups of rows, no tile spans two groups, b's batch is the group, and some
+    program indices belong to no tile."""
     col = (tile_col * TILE.n).to(tl.int64) + tl.arange(0, TILE.n)
     if GROUPED == "rows":
         group, first, exist, real = group_tile(tile_row.to(tl.int64), groups, sizes.m, TILE.m)
@@ -482,22 +484,22 @@ def _place(tile_row, tile_col, batch, sizes, groups, gather, TILE: tl.constexpr,
         slot = tl.load(gather.slot_of_row + row, mask=row < rows, other=-1)
         a_row = tl.where(slot >= 0, slot // gather.slots, gather.tokens).to(tl.int64)
         a_rows = gather.tokens
-    return Place(row, first_row, rows, written, a_row, a_rows, col, tile_col * TILE.n, batch, b_batch)
+    return Location(row, first_row, rows, written, a_row, a_rows, col, tile_col * TILE.n, batch, b_batch)
 
 
 @triton.jit
-def _depth(place, sizes, groups, TILE: tl.constexpr, GROUPED: tl.constexpr):
-    """The part of K that is summed: with groups along K, that of the place's batch."""
+def _depth(location, sizes, groups, TILE: tl.constexpr, GROUPED: tl.constexpr):
+    """Return the range of K to sum; with groups along K, the range of the location's batch."""
     if GROUPED == "depth":
         START: tl.constexpr = TILE.start_align
-        origin, end = group_rows(place.batch, groups, sizes.k)
+        origin, end = group_rows(location.batch, groups, sizes.k)
         length = tl.maximum(end - origin, 0).to(tl.int32)
-        # A group without rows may begin past the last row. It has no steps, but its descriptors must stay inside of K.
+        # An empty group may begin past the last row. It has no steps, but its descriptors must stay inside K.
         origin = tl.minimum(origin, sizes.k // START * START).to(tl.int32)
         origin = tl.multiple_of(origin, START)
         scale_origin = origin
         if TILE.scale_slots:
-            scale_origin = (origin // 128 + place.batch.to(tl.int32)) * 128
+            scale_origin = (origin // 128 + location.batch.to(tl.int32)) * 128
         return Depth(origin, origin + length, scale_origin)
     else:
         return Depth(0, sizes.k, 0)
@@ -508,24 +510,24 @@ def matmul_kernel(
     a: Operand,  # [batch, M, K]
     b: Operand,  # [batch, N, K]; with a gated unit [batch, 2N, K]; with groups of rows [groups, N, K]
     finish: Finish,
-    y_ptr,  # [batch, M, N]; its dtype alone is read if there are partial sums or a copy
-    partial_ptr,  # [spans, 1 or 2, batch, M, N] of sums that another kernel finishes, or None
-    copy: StridedCodes,  # the row-wise copy of the result, or absent
+    y_ptr,  # [batch, M, N]; only its dtype is used if there are partial sums or a copy
+    partial_ptr,  # [spans, 1 or 2, batch, M, N] sums that `finish_kernel` completes, or None
+    copy: StridedCodes,  # row-wise copy of the result, or absent
     sizes: Sizes,
     groups: GroupEnds,
     gather: Gather,
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
     ACT: tl.constexpr,  # activation, or None
-    GATED: tl.constexpr,  # the result of the activation is multiplied by that of a second half of b's columns
+    GATED: tl.constexpr,  # the activation's result is multiplied by the product with the second half of b's columns
     GROUPED: tl.constexpr,  # None; "rows": each group of rows has its own b; "depth": each batch sums a group of K
-    INVARIANT: tl.constexpr,  # sum spans apart also where one program has all of them; so it is for deep products
-    FORMAT: tl.constexpr,  # of the copy, or None
+    INVARIANT: tl.constexpr,  # sum spans separately even if one program has them all; also for deep products
+    FORMAT: tl.constexpr,  # format of the copy, or None
     CAST: tl.constexpr,
-    INPUT_MAX: tl.constexpr,  # the largest number of y's dtype
-    ALIGN: tl.constexpr,  # N is a multiple of it
+    INPUT_MAX: tl.constexpr,  # largest value of y's dtype
+    ALIGN: tl.constexpr,  # divides N
 ):
-    """A tile of a product. Programs are grouped so that eight tiles of rows share the columns that they read."""
+    """Compute a tile of a product. Programs are grouped so that eight tiles of rows share the columns they read."""
     tiles_m, tiles_n = tl.cdiv(sizes.m, TILE.m), tl.cdiv(sizes.n, TILE.n)
     if GROUPED == "rows":
         tiles_m += groups.number
@@ -535,12 +537,12 @@ def matmul_kernel(
     height = tl.minimum(tiles_m - stack * 8, 8)
     tile_row = stack * 8 + number % (8 * tiles_n) % height
     tile_col = number % (8 * tiles_n) // height
-    place = _place(tile_row, tile_col, batch.to(tl.int64), sizes, groups, gather, TILE, GROUPED)
-    depth = _depth(place, sizes, groups, TILE, GROUPED)
-    a, b = _of_batch(a, place.batch, PRODUCT.a), _of_batch(b, place.b_batch, PRODUCT.b)
+    location = _locate(tile_row, tile_col, batch.to(tl.int64), sizes, groups, gather, TILE, GROUPED)
+    depth = _depth(location, sizes, groups, TILE, GROUPED)
+    a, b = _select_batch(a, location.batch, PRODUCT.a), _select_batch(b, location.b_batch, PRODUCT.b)
     steps = tl.cdiv(depth.end - depth.origin, TILE.k)
     if GROUPED == "rows":
-        steps = tl.where(place.first_row < place.rows, steps, 0)
+        steps = tl.where(location.first_row < location.rows, steps, 0)
     if INVARIANT:
         total = _zeros(PRODUCT, TILE)
         if PRODUCT.deep:
@@ -548,24 +550,24 @@ def matmul_kernel(
         total_up = total
         for begin in range(0, steps, sizes.span):
             end = tl.minimum(begin + sizes.span, steps)
-            part, part_up = _sums(a, b, place, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
+            part, part_up = _sums(a, b, location, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
             total += part.to(total.dtype)
             total_up += part_up.to(total.dtype)
     else:
         begin = tl.program_id(1) * sizes.span
         end = tl.minimum(begin + sizes.span, steps)
-        total, total_up = _sums(a, b, place, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
+        total, total_up = _sums(a, b, location, depth, sizes.n, begin, end, PRODUCT, TILE, GATED)
     if partial_ptr is not None:
         batches = tl.num_programs(0) // (tiles_m * tiles_n)
-        plane = tl.program_id(1).to(tl.int64) * (2 if GATED else 1) * batches + place.batch
-        mask = (place.row < sizes.m)[:, None] & (place.col < sizes.n)[None, :]
-        off = (plane * sizes.m + place.row)[:, None] * sizes.n + place.col[None, :]
+        plane = tl.program_id(1).to(tl.int64) * (2 if GATED else 1) * batches + location.batch
+        mask = (location.row < sizes.m)[:, None] & (location.col < sizes.n)[None, :]
+        off = (plane * sizes.m + location.row)[:, None] * sizes.n + location.col[None, :]
         tl.store(partial_ptr + off, total, mask=mask)
         if GATED:
             tl.store(partial_ptr + off + batches.to(tl.int64) * sizes.m * sizes.n, total_up, mask=mask)
     else:
-        value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED, GROUPED)
-        _store(value, y_ptr, copy, place, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)
+        value = _epilogue((total, total_up), a, b, finish, location, sizes, PRODUCT, ACT, GATED, GROUPED)
+        _store(value, y_ptr, copy, location, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)
 
 
 @kernel
@@ -584,23 +586,23 @@ def finish_kernel(
     TILE: tl.constexpr,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
-    GROUPED: tl.constexpr,  # None: products of groups are not cut into spans
+    GROUPED: tl.constexpr,  # None: grouped products are not cut into spans
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
     INPUT_MAX: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """A tile of a product from the sums of its spans, added up in order."""
+    """Add the partial sums of a tile's spans in order, and finish the tile."""
     tiles_m, tiles_n = tl.cdiv(sizes.m, TILE.m), tl.cdiv(sizes.n, TILE.n)
     batch = tl.program_id(0) // (tiles_m * tiles_n)
     batches = tl.num_programs(0) // (tiles_m * tiles_n)
     number = tl.program_id(0) % (tiles_m * tiles_n)
-    place = _place(
+    location = _locate(
         number // tiles_n, number % tiles_n, batch.to(tl.int64), sizes, groups, gather, TILE, GROUPED
     )
-    mask = (place.row < sizes.m)[:, None] & (place.col < sizes.n)[None, :]
+    mask = (location.row < sizes.m)[:, None] & (location.col < sizes.n)[None, :]
     plane = batches.to(tl.int64) * sizes.m * sizes.n
-    off = (place.batch * sizes.m + place.row)[:, None] * sizes.n + place.col[None, :]
+    off = (location.batch * sizes.m + location.row)[:, None] * sizes.n + location.col[None, :]
     total = _zeros(PRODUCT, TILE)
     total_up = total
     for _ in range(spans):
@@ -609,6 +611,6 @@ def finish_kernel(
         if GATED:
             total_up += tl.load(partial_ptr + off, mask=mask, other=0)
             off += plane
-    a, b = _of_batch(a, place.batch, PRODUCT.a), _of_batch(b, place.b_batch, PRODUCT.b)
-    value = _finished((total, total_up), a, b, finish, place, sizes, PRODUCT, ACT, GATED, GROUPED)
-    _store(value, y_ptr, copy, place, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)
+    a, b = _select_batch(a, location.batch, PRODUCT.a), _select_batch(b, location.b_batch, PRODUCT.b)
+    value = _epilogue((total, total_up), a, b, finish, location, sizes, PRODUCT, ACT, GATED, GROUPED)
+    _store(value, y_ptr, copy, location, sizes, Encoding(0.0, INPUT_MAX, FORMAT, CAST, False), ALIGN)

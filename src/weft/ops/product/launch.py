@@ -1,4 +1,4 @@
-"""How a product is launched: where its operands lie, how it is cut, and who multiplies."""
+"""Launches of products: operand layouts, tile choice, and engine dispatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_GATHER = Gather(None, 1, 0)
 
 
 class _Layout(NamedTuple):
-    """How an operand lies in memory, of which its `Form` is made: a key that costs little in every call."""
+    """Memory layout of an operand, a cheap cache key from which its `Form` is built."""
 
     dtype: torch.dtype
     spec: str | None
@@ -36,12 +36,12 @@ class _Layout(NamedTuple):
     bulk: bool = False
 
     def form(self) -> Form:
-        of = Form.of(self.dtype, self.spec)
-        return replace(of, along_k=self.along_k, align=self.align, bulk=self.bulk)
+        form = Form.of(self.dtype, self.spec)
+        return replace(form, along_k=self.along_k, align=self.align, bulk=self.bulk)
 
 
-def _of_plain(x: Tensor) -> tuple[Operand, _Layout]:
-    """A plain operand [rows, K] or [batch, rows, K] as the kernel takes it; copied if neither is contiguous."""
+def _plain_operand(x: Tensor) -> tuple[Operand, _Layout]:
+    """Return an unquantized operand [rows, K] or [batch, rows, K]; copied if neither dimension is contiguous."""
     *batch, rows, k = x.shape
     *strides, row_stride, k_stride = x.stride()
     if k_stride != 1 and row_stride != 1 and k > 1 and rows > 1:
@@ -54,7 +54,7 @@ def _of_plain(x: Tensor) -> tuple[Operand, _Layout]:
     return Operand(x, None, None, stride, batch_stride, 0, 0, 0), _Layout(x.dtype, None, along_k, align)
 
 
-def _of_codes(codes: Codes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
+def _quantized_operand(codes: Codes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
     data, scale, global_scale, spec = codes
     *batch, rows, k = data.shape
     *strides, row_stride, k_stride = data.stride()
@@ -70,29 +70,29 @@ def _of_codes(codes: Codes, dtype: torch.dtype) -> tuple[Operand, _Layout]:
 
 
 def _operand(x: Tensor, codes: Codes) -> tuple[Operand, _Layout]:
-    return _of_plain(x) if codes.data is None else _of_codes(codes, x.dtype)
+    return _plain_operand(x) if codes.data is None else _quantized_operand(codes, x.dtype)
 
 
-def _in_bulk(layout: _Layout, operand: Operand, precision: str | None) -> bool:
-    """Whether the tiles of an operand can be copied by descriptors: if its rows lie at multiples of 16 bytes."""
+def _allows_descriptors(layout: _Layout, operand: Operand, precision: str | None) -> bool:
+    """Return whether descriptors can copy an operand's tiles, which takes 16-byte aligned rows."""
     data = operand.data
     assert data is not None
-    lies_well = layout.along_k and layout.align * data.itemsize >= 16 and operand.stride
-    # Multiply-adds of fp32 tiles that come from shared memory spill: 876 bytes, compiled for sm_90.
-    multiplied = data.dtype is not torch.float32 or precision in ("tf32", "bf16x3")
-    return bool(lies_well and multiplied and data.data_ptr() % 16 == 0)
+    aligned = layout.along_k and layout.align * data.itemsize >= 16 and operand.stride
+    # fp32 multiply-adds on tiles from shared memory spill: 876 bytes, compiled for sm_90.
+    fits_registers = data.dtype is not torch.float32 or precision in ("tf32", "bf16x3")
+    return bool(aligned and fits_registers and data.data_ptr() % 16 == 0)
 
 
-class _Wanted(NamedTuple):
-    """What the kernel depends on of how a result is stored."""
+class _ResultKey(NamedTuple):
+    """Properties of the result that decide how the kernel stores it."""
 
     dtype: torch.dtype
     format: str | None
-    row_alone: bool  # nothing but the row-wise copy is wanted
+    rowwise_only: bool  # only the row-wise copy is requested
 
 
 class _Shape(NamedTuple):
-    """The sizes of a product, and what its tiles depend on besides the operands and the target."""
+    """Sizes of a product, and everything its tile depends on besides operands and target."""
 
     batch: int
     m: int
@@ -100,7 +100,7 @@ class _Shape(NamedTuple):
     k: int
     gated: bool = False
     invariant: bool = False
-    grouped: str | None = None  # as GROUPED of the kernel
+    grouped: str | None = None  # the kernel's GROUPED
     groups: int = 0
     align: int = 1
     scale_slots: bool = False
@@ -108,20 +108,20 @@ class _Shape(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How a product is computed, for all calls whose operands lie alike."""
+    """Launches of a product, shared by all calls with the same operand layouts."""
 
     launch: Launch
-    finish: Launch | None  # adds up the spans, if each is summed by a program of its own
+    finish: Launch | None  # adds the spans, if each is summed by a separate program
     programs: int
-    spans: int  # into which K is cut
-    span: int  # how many steps each has
+    spans: int  # number of spans of K
+    span: int  # steps per span
     sums: torch.dtype
-    within: bool  # the kernel quantises its result itself
+    quantizes: bool  # the kernel quantizes its result itself
 
 
 @remembered
 def _planned(
-    a: _Layout, b: _Layout, shape: _Shape, activation: str | None, precision: str | None, to: _Wanted,
+    a: _Layout, b: _Layout, shape: _Shape, activation: str | None, precision: str | None, result: _ResultKey,
     target: Capabilities,
 ) -> _Plan:  # fmt: skip
     batch, m, n, k, gated, invariant, grouped, *_ = shape
@@ -137,40 +137,40 @@ def _planned(
     if grouped == "depth":
         tile = tile.along_groups(shape.align, shape.scale_slots)
     tiles_m = -(-m // tile.m) + (shape.groups if grouped == "rows" else 0)
-    f = None if to.format is None else Format.of(to.format)
-    within = f is not None and to.row_alone and f.block in ("1x128", "mx") and tile.n % f.group == 0
+    f = None if result.format is None else Format.of(result.format)
+    quantizes = f is not None and result.rowwise_only and f.block in ("1x128", "mx") and tile.n % f.group == 0
     constants: dict[str, Any] = {
         "PRODUCT": product,
         "TILE": tile,
         "ACT": activation,
         "GATED": gated,
         "GROUPED": grouped,
-        "FORMAT": f if within else None,
+        "FORMAT": f if quantizes else None,
         "CAST": cast_mode(target),
-        "INPUT_MAX": torch.finfo(to.dtype).max,
+        "INPUT_MAX": torch.finfo(result.dtype).max,
         "ALIGN": align_of(n, least=4),
     }
-    apart = few and spans > 1 and not product.deep
+    separate_spans = few and spans > 1 and not product.deep
     launch = Launch.of(
         matmul_kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        INVARIANT=spans > 1 and not apart,
+        INVARIANT=spans > 1 and not separate_spans,
         **constants,
     )
     return _Plan(
         launch,
-        Launch.of(finish_kernel, num_warps=4, **constants) if apart else None,
+        Launch.of(finish_kernel, num_warps=4, **constants) if separate_spans else None,
         programs=batch * tiles_m * -(-n // tile.n),
         spans=spans,
         span=INT32_DEPTH // tile.k if product.deep else -(k // -tile.k // spans),
         sums=torch.int32 if product.sums == "int32" and product.body == "sum" else torch.float32,
-        within=within,
+        quantizes=quantizes,
     )
 
 
 class _Call(NamedTuple):
-    """A product as it is launched."""
+    """Arguments of one launch."""
 
     a: tuple[Operand, _Layout]
     b: tuple[Operand, _Layout]
@@ -184,13 +184,13 @@ class _Call(NamedTuple):
 
 
 def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
-    """Fill the outputs of a call, by the engine that is chosen for it."""
+    """Fill the outputs of a call with the engine chosen for it."""
     if not o.result.y.numel():
         return
     target = capabilities_of(a.a.device)
     engine = choose_engine(a, target)
     if engine != "weft":
-        if not is_recording():  # then kernels are wanted, and other products are none
+        if not is_recording():  # recording collects kernels, which other engines do not launch
             multiply(engine, o, a, target.target)
         return
     k = a.a.shape[-1]
@@ -225,15 +225,15 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
 
 
 def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
-    """Fill the outputs of a product of groups, by the engine that is chosen for it."""
-    if not o.result.y.numel() or _by_another(o, a):
+    """Fill the outputs of a grouped product with the engine chosen for it."""
+    if not o.result.y.numel() or _ran_elsewhere(o, a):
         return
     groups, n, k = a.w.shape
     n //= 2 if a.gated else 1
     rows = a.x.shape[0] if a.slot_of_row is None else a.slot_of_row.shape[0]
     left, layout = _operand(a.x, a.x_codes)
     if not layout.along_k:
-        # A group may begin at any row: where rows are contiguous, none are known to begin at multiples.
+        # A group may begin at any row, so contiguous rows have no known alignment.
         layout = layout._replace(align=1)
     gather = NO_GATHER
     if a.slot_of_row is not None:
@@ -257,14 +257,14 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
 
 
 def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
-    """Fill the gradients of the matrices of groups, by the engine that is chosen for them."""
-    if not o.result.y.numel() or _by_another(o, a):
+    """Fill the groups' weight gradients with the engine chosen for them."""
+    if not o.result.y.numel() or _ran_elsewhere(o, a):
         return
     groups, (rows, n), k = a.ends.shape[0], a.dy.shape, a.x.shape[1]
     operands = [_operand(a.dy.t(), a.dy_codes), _operand(a.x.t(), a.x_codes)]
     for i, (operand, layout) in enumerate(operands):
         if layout.along_k:
-            # Groups begin at multiples of `align` alone. Whatever the number of rows, there are two kernels, not three.
+            # Groups begin only at multiples of `align`, so two alignments suffice for any number of rows.
             aligned = layout.align % 16 == 0 and a.align % 16 == 0
             operands[i] = operand, layout._replace(align=16 if aligned else 1)
     addend = None if a.addend is None else a.addend.contiguous()
@@ -285,8 +285,8 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     )
 
 
-def _by_another(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
-    """Whether another engine is chosen to compute a product of groups; if so, it has."""
+def _ran_elsewhere(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
+    """Run a grouped product on another engine if one is chosen; return whether one was."""
     engine = choose_grouped_engine(a, capabilities_of(o.result.y.device))
     if engine != "weft" and not is_recording():
         multiply_groups(engine, o, a)
@@ -294,39 +294,39 @@ def _by_another(o: ProductOutputs, a: GroupedArgs | WgradArgs) -> bool:
 
 
 def _launch(result: Result, call: _Call) -> None:
-    (left, a), (right, b), shape, to = call.a, call.b, call.shape, call.result
+    (left, a), (right, b), shape, options = call.a, call.b, call.shape, call.result
     y, device = result.y, result.y.device
     target = capabilities_of(device)
     batch, m, n, k = shape[:4]
-    # Descriptors are for targets that copy by them in hardware, and for rows enough to make up for making one.
+    # Descriptors pay off on targets that copy by them in hardware, and with enough rows to amortize building one.
     if target.descriptors and m > FEW:
-        b = b._replace(bulk=_in_bulk(b, right, call.precision))
+        b = b._replace(bulk=_allows_descriptors(b, right, call.precision))
         if call.gather.slot_of_row is None:
-            a = a._replace(bulk=_in_bulk(a, left, call.precision))
-    row_alone = not (to.columnwise or to.return_amax or to.return_plain)
-    wanted = _Wanted(to.dtype, to.format, row_alone)
-    plan = _planned(a, b, shape, call.activation, call.precision, wanted, target)
-    if to.format is not None and not to.return_plain:
-        # Of a result whose codes the kernel makes itself, y's dtype alone is read.
-        y = torch.empty((1,) if plan.within else (batch * m, n), dtype=to.dtype, device=device)
+            a = a._replace(bulk=_allows_descriptors(a, left, call.precision))
+    rowwise_only = not (options.columnwise or options.return_amax or options.return_plain)
+    result_key = _ResultKey(options.dtype, options.format, rowwise_only)
+    plan = _planned(a, b, shape, call.activation, call.precision, result_key, target)
+    if options.format is not None and not options.return_plain:
+        # If the kernel stores the codes itself, only y's dtype is used.
+        y = torch.empty((1,) if plan.quantizes else (batch * m, n), dtype=options.dtype, device=device)
     partial = None
     if plan.finish is not None:
-        parts = (plan.spans, 2 if shape.gated else 1, batch, m, n)
-        partial = torch.empty(parts, dtype=plan.sums, device=device)
-    given: dict[str, Any] = {
+        partial_shape = (plan.spans, 2 if shape.gated else 1, batch, m, n)
+        partial = torch.empty(partial_shape, dtype=plan.sums, device=device)
+    arguments: dict[str, Any] = {
         "a": left,
         "b": right,
         "finish": call.finish,
         "y_ptr": y,
         "partial_ptr": partial,
-        "copy": copy_arguments(result.copies(to.format)[0]) if plan.within else NO_CODES,
+        "copy": copy_arguments(result.copies(options.format)[0]) if plan.quantizes else NO_CODES,
         "sizes": Sizes(m, n, k, plan.span),
         "groups": call.groups,
         "gather": call.gather,
     }
     spans = 1 if plan.finish is None else plan.spans
-    plan.launch((plan.programs, spans, 1), *matmul_kernel.arguments(**given))
+    plan.launch((plan.programs, spans, 1), *matmul_kernel.arguments(**arguments))
     if plan.finish is not None:
-        plan.finish((plan.programs, 1, 1), *finish_kernel.arguments(**given, spans=plan.spans))
-    if to.format is not None and not plan.within:
-        quantize_into(result, to, y.reshape(-1, n))
+        plan.finish((plan.programs, 1, 1), *finish_kernel.arguments(**arguments, spans=plan.spans))
+    if options.format is not None and not plan.quantizes:
+        quantize_into(result, options, y.reshape(-1, n))

@@ -1,7 +1,7 @@
-"""How the other engines are called: each function fills the result of a product that `engines` let pass.
+"""Calls of other libraries' products; each function fills the result of a product that `engines` has accepted.
 
-Where a library has no product that writes to given memory, or leaves rows of no group as they were, its result is
-copied once more. Nothing waits for the device.
+A library's result is copied once more if the library cannot write into existing memory, or leaves rows of no group
+unwritten. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ...quant.layouts import to_layout
 from ..common.groups import group_of_reference, group_spans, real_rows_reference
 from .arguments import GroupedArgs, MatmulArgs, ProductOutputs, WgradArgs
 
-# Whether the library of an engine can be imported.
+# Engine -> True if its library can be imported.
 INSTALLED = {"weft": True, "torch": True, "deep_gemm": importlib.util.find_spec("deep_gemm") is not None}
 
 
 def multiply(engine: str, o: ProductOutputs, a: MatmulArgs, target: str) -> None:
-    """Fill the result of a product by the engine that was chosen for it on a target."""
+    """Fill the result of a product with the engine chosen for it on a target."""
     y = o.result.y
     if engine == "deep_gemm":
         _dense_by_deep_gemm(y, a, target)
@@ -43,7 +43,7 @@ def multiply(engine: str, o: ProductOutputs, a: MatmulArgs, target: str) -> None
 
 
 def multiply_groups(engine: str, o: ProductOutputs, a: GroupedArgs | WgradArgs) -> None:
-    """The same for products of groups."""
+    """Fill the result of a grouped product with the engine chosen for it."""
     y = o.result.y
     if engine == "deep_gemm":
         assert isinstance(a, GroupedArgs)
@@ -59,21 +59,21 @@ def multiply_groups(engine: str, o: ProductOutputs, a: GroupedArgs | WgradArgs) 
 
 
 def scaled_operands(a: MatmulArgs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The codes of a and b, and their scales, as `torch._scaled_mm` takes them."""
+    """Return the codes of a and b, then their scales, in the layouts of `torch._scaled_mm`."""
     left, right = to_layout(a.a_codes, "torch_v1"), to_layout(a.b_codes, "torch_v1", operand="b")
     return left.data, right.data, left.scale, right.scale
 
 
 def nvfp4_operands(a: MatmulArgs) -> dict[str, Any]:
-    """The codes of a and b, and their scales, as `torch.nn.functional.scaled_mm` takes them."""
-    found: dict[str, Any] = {}
+    """Return the arguments of `torch.nn.functional.scaled_mm`: codes and scales of a and b."""
+    arguments: dict[str, Any] = {}
     buffers_a, buffers_b = to_layout(a.a_codes, "torch_v2"), to_layout(a.b_codes, "torch_v2", operand="b")
     for side, buffers in (("a", buffers_a), ("b", buffers_b)):
-        found[f"mat_{side}"] = buffers.data
-        found[f"scale_{side}"] = [buffers.scale, buffers.global_scale]
-        found[f"scale_recipe_{side}"] = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-        found[f"swizzle_{side}"] = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    return found
+        arguments[f"mat_{side}"] = buffers.data
+        arguments[f"scale_{side}"] = [buffers.scale, buffers.global_scale]
+        arguments[f"scale_recipe_{side}"] = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        arguments[f"swizzle_{side}"] = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return arguments
 
 
 def _nvfp4_by_torch(y: Tensor, a: MatmulArgs) -> None:
@@ -81,7 +81,7 @@ def _nvfp4_by_torch(y: Tensor, a: MatmulArgs) -> None:
 
 
 def _int8_by_torch(y: Tensor, a: MatmulArgs, block: str) -> None:
-    """Exact sums, and the scales in the order of Weft's kernel: the same bits."""
+    """Multiply exact sums by the scales in the order of Weft's kernel, which gives its bits."""
     left, right = a.a_codes, a.b_codes
     sums = torch._int_mm(left.data, right.data.t())
     if block == "tensor":
@@ -91,8 +91,8 @@ def _int8_by_torch(y: Tensor, a: MatmulArgs, block: str) -> None:
 
 
 def groups_by_torch(y: Tensor, a: GroupedArgs) -> None:
-    """One product of PyTorch for all groups. It knows of no pads: those before a group are multiplied with its
-    rows, and zeros come in their place."""
+    """Run PyTorch's grouped product, which knows no padding: it multiplies padding rows like the rows of the next
+    group, and they are zeroed afterwards."""
     rows = len(a.x)
     ends = a.ends.clamp(max=rows).to(torch.int32)
     product = F.grouped_mm(a.x, a.w.mT, offs=ends)
@@ -101,11 +101,11 @@ def groups_by_torch(y: Tensor, a: GroupedArgs) -> None:
 
 
 def _groups_one_by_one(y: Tensor, a: GroupedArgs | WgradArgs) -> None:
-    """One of PyTorch's products for each group, on a CPU, where `ends` can be read at once."""
+    """Run one PyTorch product per group, on a CPU, where `ends` can be read without waiting."""
     rows, written = len(a.x), 0
     for group, begin, end in group_spans(a.ends, rows, a.align):
         if isinstance(a, GroupedArgs):
-            y[written:begin] = 0  # pads of the group before
+            y[written:begin] = 0  # padding of the previous group
             torch.mm(a.x[begin:end], a.w[group].t(), out=y[begin:end])
             written = end
         else:
@@ -125,7 +125,7 @@ def _dense_by_deep_gemm(y: Tensor, a: MatmulArgs, target: str) -> None:
 
 
 def _groups_by_deep_gemm(y: Tensor, a: GroupedArgs) -> None:
-    """It takes the group of every row, -1 for pads, and leaves the rows of pads as they are."""
+    """Run DeepGEMM's grouped product. It takes the group of every row, -1 for padding, and leaves padding unwritten."""
     left, rows = to_layout(a.x_codes, "deepgemm_sm90"), len(y)
     real = real_rows_reference(a.ends, rows, a.align)
     group = torch.where(real, group_of_reference(a.ends, rows), -1).to(torch.int32)

@@ -1,10 +1,10 @@
-"""Linear layers whose three products are computed in the numbers of a recipe, for all rows or for rows in groups.
+"""Linear layers whose three products run in the formats of a recipe, for all rows or for rows in groups.
 
     y = round(x w^T + bias)       dx = round(dy w)       dw = round(dy^T x)       dbias = round(sum of dy over rows)
 
-x, w and dy stand for their quantised numbers here, rounded once each. For rows in groups, each group has its own w; see
-`grouped`. Backward keeps the copy of x that is quantised along rows, in 8 or 4 bits, and not x; and the copy of the
-weight that is quantised along its own rows.
+x, w and dy here mean their quantized values, rounded once each. For rows in groups, each group has its own w; see
+`grouped`. Backward keeps, instead of x, its copy quantized along the rows, in 8 or 4 bits, and the weight's copy
+quantized along its own rows.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from .recipes import Recipe
 
 
 class LayerOperand(NamedTuple):
-    """An operand of a layer's products in the numbers of a recipe, a matrix or one matrix for each group."""
+    """Operand of a layer's products in a recipe's format: one matrix, or one per group."""
 
     plain: Tensor  # [..., rows, width]; a stand-in if there are codes
-    row: Codes = PLAIN  # whose scales lie along the width
-    col: Codes = PLAIN  # transposed, whose scales lie along the rows
+    row: Codes = PLAIN  # scales along the width
+    col: Codes = PLAIN  # transposed, scales along the rows
 
 
-def _of_copies(x: Tensor, copies: Copies) -> LayerOperand:
+def _layer_operand(x: Tensor, copies: Copies) -> LayerOperand:
     row, col = copies
     return LayerOperand(stand_in(x), codes_along_k(row, col) or PLAIN, codes_along_k(col, row) or PLAIN)
 
 
-def quantised_copies(
+def quantized_copies(
     x: Tensor,
     spec: str,
     rowwise: bool,
@@ -71,16 +71,17 @@ def quantised_copies(
     delayed: Delayed | None = None,
     keep_nonfinite: bool = False,
 ) -> Copies:
-    """Return the copies of x along its rows and along its columns, as far as they are needed. `keep_nonfinite`: an Inf
-    or NaN in x makes the scale NaN where one scale is that of the whole tensor; the formats of gradients in `recipes`
-    see to it where there are several."""
+    """Return the requested copies of x, row-wise and column-wise. `keep_nonfinite`: an Inf or NaN in x makes a
+    per-tensor scale NaN; for other scales the gradient formats in `recipes` ensure it."""
     f = Format.of(spec)
     if columnwise and f.block in EITHER_COPY:
         rowwise, columnwise = True, False
     scale = None if delayed is None else delayed.scale
-    noted = delayed is not None and delayed.amax is not None
+    records_amax = delayed is not None and delayed.amax is not None
     keep_nonfinite = keep_nonfinite and (f.stored.block == "nvfp4" or scale is not None)
-    options = ResultOptions(x.dtype, spec, rowwise, columnwise, scale, return_amax=noted or keep_nonfinite)
+    options = ResultOptions(
+        x.dtype, spec, rowwise, columnwise, scale, return_amax=records_amax or keep_nonfinite
+    )
     result = quantize_op(QuantizeArgs(x, options, seed)).result
     if delayed is not None:
         delayed.note(result.amax)
@@ -92,7 +93,7 @@ def quantised_copies(
 
 
 def _poisoned(codes: Codes | None, finite: Tensor) -> Codes | None:
-    """Return codes whose scale of the tensor is NaN unless `finite`, a truth value on the device."""
+    """Return codes whose per-tensor scale is NaN unless `finite`, a boolean on the device."""
     if codes is None:
         return None
     if codes.global_scale is not None:
@@ -101,33 +102,33 @@ def _poisoned(codes: Codes | None, finite: Tensor) -> Codes | None:
 
 
 def _activations(x: Tensor, s: Settings, columnwise: bool) -> LayerOperand:
-    """x [rows, K], quantised unless it is, along K and, with `columnwise`, along the rows."""
+    """Quantize x [rows, K], unless it is quantized already, along K and, with `columnwise`, along the rows."""
     spec = s.recipe.x
     if spec is None:
         return LayerOperand(x.to(s.recipe.dtype or s.dtype))
     if not isinstance(x, QTensor):
-        return _of_copies(x, quantised_copies(x, spec, True, columnwise, delayed=s.delayed("x")))
+        return _layer_operand(x, quantized_copies(x, spec, True, columnwise, delayed=s.delayed("x")))
     if torch.compiler.is_compiling():  # the dispatcher takes the QTensor apart
         return LayerOperand(x)
-    return _of_copies(x, (x.rowwise, x.columnwise))
+    return _layer_operand(x, (x.rowwise, x.columnwise))
 
 
 def _weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
-    """A weight [N, K] or the weights [groups, N, K]; `transposed`: also as dx takes them."""
+    """Quantize a weight [N, K] or weights [groups, N, K]; `transposed`: also the copy that dx reads."""
     spec = s.recipe.weight
     if spec is None:
         return LayerOperand(w.to(s.recipe.dtype or s.dtype))
     if isinstance(w, QTensor):
         copies = w.rowwise, w.columnwise
     else:
-        copies = quantised_copies(w, spec, True, transposed, delayed=s.delayed("weight"))
+        copies = quantized_copies(w, spec, True, transposed, delayed=s.delayed("weight"))
     if s.groups.ends is None:
-        return _of_copies(w, copies)
+        return _layer_operand(w, copies)
     row, col = (weight_codes(copies, w.shape[0], transpose) or PLAIN for transpose in (False, True))
     return LayerOperand(stand_in(w), row, col)
 
 
-# ---- weights that are quantised once --------------------------------------------------------------------
+# ---- weights that are quantized once --------------------------------------------------------------------
 
 _Reused = dict[tuple[Any, ...], tuple[Tensor, int, LayerOperand]]
 _reused: ContextVar[_Reused | None] = ContextVar("weights that are quantized once", default=None)
@@ -135,11 +136,11 @@ _reused: ContextVar[_Reused | None] = ContextVar("weights that are quantized onc
 
 @contextmanager
 def reuse_weights() -> Iterator[None]:
-    """Quantize each weight once inside the block: for several micro-batches of a step, or for inference.
+    """Quantize each weight once inside the block, for several micro-batches of a step or for inference.
 
-    A weight that was changed in place is quantized again, and so are all weights after the step of any
-    `torch.optim.Optimizer`: fused optimizers and FSDP2 change weights without PyTorch counting it. Leave the block
-    before any other change that PyTorch does not count, as by `weight.data.copy_`. The block is that of one thread.
+    A weight is quantized again after it changes in place, and all weights are after any `torch.optim.Optimizer` step,
+    because fused optimizers and FSDP2 change weights without incrementing PyTorch's version counters. Leave the block
+    before any other uncounted change, such as `weight.data.copy_`. The block affects only the current thread.
 
     >>> import torch, weft
     >>> w = torch.randn(128, 128)
@@ -151,13 +152,13 @@ def reuse_weights() -> Iterator[None]:
         yield
         return
     cache: _Reused = {}
-    before = _reused.set(cache)
-    stepped = register_optimizer_step_post_hook(lambda *_: cache.clear())
+    token = _reused.set(cache)
+    step_hook = register_optimizer_step_post_hook(lambda *_: cache.clear())
     try:
         yield
     finally:
-        stepped.remove()
-        _reused.reset(before)
+        step_hook.remove()
+        _reused.reset(token)
 
 
 def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
@@ -169,7 +170,7 @@ def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
     if cached is not None and cached[1] == w._version:
         return cached[2]
     operand = _weights(w, s, transposed)
-    cache[key] = (w, w._version, operand)  # w is kept too: its id belongs to it alone as long as it lives
+    cache[key] = (w, w._version, operand)  # caching w keeps its id unique
     return operand
 
 
@@ -177,7 +178,7 @@ def _reused_weights(w: Tensor, s: Settings, transposed: bool) -> LayerOperand:
 
 
 class Settings(NamedTuple):
-    """What a layer's products have in common."""
+    """Settings shared by a layer's three products."""
 
     recipe: Recipe
     groups: Groups
@@ -186,14 +187,14 @@ class Settings(NamedTuple):
     scaling: DelayedScaling | None = None
 
     def delayed(self, name: str) -> Delayed | None:
-        """The scale of x, weight or grad, if it is known before."""
+        """Return the delayed scale of "x", "weight" or "grad", or None without delayed scaling."""
         return None if self.scaling is None else self.scaling.operand(name)
 
 
 def rows_times(
     x: LayerOperand, w: LayerOperand, bias: Tensor | None, s: Settings, transpose: bool = False
 ) -> Tensor:
-    """x w^T, or x w for `transpose`."""
+    """Compute x w^T, or x w with `transpose`."""
     codes, result = w.col if transpose else w.row, plain_result(s.dtype)
     if s.groups.ends is None:
         right = w.plain if transpose else w.plain.t()
@@ -205,7 +206,7 @@ def rows_times(
 
 
 def outer(dy: LayerOperand, x: LayerOperand, s: Settings, main: Tensor | None) -> Tensor | None:
-    """dy^T x, in the weight's dtype; or added to `main`, and then nothing."""
+    """Return dy^T x in the weight's dtype, or add it to `main` and return None."""
     result = plain_result(s.weight_dtype if main is None else main.dtype)
     if s.groups.ends is None:
         args: Any = matmul_args(dy.plain.t(), x.plain, result, a_codes=dy.col, b_codes=x.col, residual=main)
@@ -223,7 +224,7 @@ def outer(dy: LayerOperand, x: LayerOperand, s: Settings, main: Tensor | None) -
 
 
 class _Linear(torch.autograd.Function):
-    """The layer for autograd. `x` is plain, a QTensor (while compiling), or a stand-in for `given`."""
+    """Autograd function of the layer. `x` is plain, a QTensor (while compiling), or a stand-in for `quantized_x`."""
 
     @staticmethod
     def forward(
@@ -231,22 +232,22 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        given: QTensor | None,
+        quantized_x: QTensor | None,
         s: Settings,
         seed: int | None,
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        left = _activations(x if given is None else given, s, needs_w)
+        left = _activations(x if quantized_x is None else quantized_x, s, needs_w)
         right = _reused_weights(w, s, needs_x)
         y = rows_times(left, right, bias, s)
         ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main = _main_grad(w) if needs_w else None
-        kept = [s.groups.ends, None if s.scaling is None else s.scaling.grad_scale]
+        saved = [s.groups.ends, None if s.scaling is None else s.scaling.grad_scale]
         for operand, needed in ((left, needs_w), (right, needs_x)):
             plain = operand.plain if s.recipe.x is None or isinstance(operand.plain, QTensor) else None
-            kept += [plain, *operand.col[:3]] if needed else [None] * 4
-        ctx.save_for_backward(*kept)
+            saved += [plain, *operand.col[:3]] if needed else [None] * 4
+        ctx.save_for_backward(*saved)
         ctx.specs = left.col.format, right.col.format
         ctx.dtypes = x.dtype, w.dtype
         return y
@@ -256,7 +257,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         s: Settings = ctx.settings
-        ends, _, *saved = ctx.saved_tensors  # with a scale that must not have changed since
+        ends, _, *saved = ctx.saved_tensors  # unpacking fails if the saved scale was modified since forward
         s = s._replace(groups=s.groups._replace(ends=ends))
         operands = []
         for i, (shape, dtype, spec) in enumerate(zip(ctx.shape, ctx.dtypes, ctx.specs, strict=True)):
@@ -273,17 +274,17 @@ class _Linear(torch.autograd.Function):
 
 
 def _main_grad(w: Tensor) -> Tensor | None:
-    """What the gradient of a weight is added to, if there is such a tensor."""
+    """Return the weight's `main_grad`, to which its gradient is added, or None."""
     main = getattr(w, "main_grad", None)
     if main is not None:
         check_tensor("main_grad", main, FLOATS, w.device, tuple(w.shape))
         if not main.is_contiguous():
-            raise ValueError(f"main_grad must be contiguous; its strides are {main.stride()}")
+            raise ValueError(f"main_grad must be contiguous; got strides {main.stride()}")
     return main
 
 
 def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> LayerOperand:
-    """dy in the numbers of the recipe, along N for dx and along the rows for dw."""
+    """Quantize dy in the recipe's format, along N for dx and along the rows for dw."""
     spec = s.recipe.grad
     if spec is None:
         return LayerOperand(plain_gradient(dy).to(s.recipe.dtype or s.dtype))
@@ -291,16 +292,16 @@ def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w:
         row, col = dy.rowwise, dy.columnwise
         complete = (row is not None or not needs_x) and (col is not None or not needs_w)
         if complete and read_alike(dy.spec, spec) and not in_slots(col, len(dy)):
-            return _of_copies(dy, (row, col))
+            return _layer_operand(dy, (row, col))
     dy = plain_gradient(dy)
-    copies = quantised_copies(
+    copies = quantized_copies(
         dy, spec, needs_x, needs_w, seed, delayed=s.delayed("grad"), keep_nonfinite=True
     )
-    return _of_copies(dy, copies)
+    return _layer_operand(dy, copies)
 
 
 def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
-    """The sum of dy over the rows, or over those of each group."""
+    """Sum dy over all rows, or over the rows of each group."""
     dy = plain_gradient(dy)
     if s.groups.ends is None:
         return dy.sum(0, dtype=compute_dtype(dy)).to(dtype)
@@ -310,7 +311,7 @@ def _bias_gradient(dy: Tensor, s: Settings, dtype: torch.dtype) -> Tensor:
 def _plain_times(
     x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """y of plain rows and a weight that is plain, or frozen codes; gradients are those of the products themselves."""
+    """Compute y from plain rows and a plain or frozen quantized weight, with the gradients of the products."""
     if not isinstance(weight, QTensor):
         weight = weight.to(x.dtype)
     if groups.ends is None:
@@ -327,37 +328,37 @@ def apply_linear(
     scaling: DelayedScaling | None = None,
     name: str = "weight",
 ) -> Tensor:
-    """y [rows, N] of x [rows, K]. Errors call the weight `name`."""
+    """Compute y [rows, N] from x [rows, K]. Error messages call the weight `name`."""
     if is_distributed(x, weight):
         raise ValueError(
-            "linear takes this rank's tensors: use x.to_local(), or FSDP, which hands whole weights to the layer"
+            "linear does not take DTensors: pass x.to_local(), or use FSDP, which gives the layer full weights"
         )
     _check_layer(x, weight, bias, recipe, name)
-    if recipe.is_quantised and is_transformed():
+    if recipe.is_quantized and is_transformed():
         raise NotImplementedError(
-            "torch.func cannot differentiate a layer with a quantized recipe, which decides in forward what backward "
-            "keeps: call backward() or torch.autograd.grad, or take recipe=None or 'bf16'"
+            "torch.func cannot differentiate a layer with a quantized recipe, because forward decides what to save for "
+            "backward: call backward() or torch.autograd.grad, or use recipe=None or 'bf16'"
         )
-    if not recipe.is_quantised and (isinstance(weight, QTensor) or is_transformed()):
+    if not recipe.is_quantized and (isinstance(weight, QTensor) or is_transformed()):
         return _plain_times(x.to(recipe.dtype or x.dtype), weight, bias, groups, x.dtype)
-    given = None
+    quantized_x = None
     compiling = torch.compiler.is_compiling()
     if isinstance(x, QTensor) and not compiling:
-        x, given = stand_in_for(x), x
+        x, quantized_x = stand_in_for(x), x
     seed = None
     if recipe.stochastic and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if compiling:
             raise RuntimeError(
-                "a recipe with stochastic rounding draws a new seed in every call, which a compiled graph cannot: "
-                "leave this layer out with torch.compiler.disable, or take stochastic=False"
+                "a recipe with stochastic rounding draws a new seed in every call, which a compiled graph cannot do: "
+                "exclude this layer with torch.compiler.disable, or use stochastic=False"
             )
         seed = _draw_seed()
     settings = Settings(recipe, groups, x.dtype, weight.dtype, scaling)
-    return _Linear.apply(x, weight, bias, given, settings, seed)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, quantized_x, settings, seed)  # type: ignore[no-any-return]
 
 
 def _draw_seed() -> int:
-    """Draw from PyTorch's default generator on the host: nothing waits for a device, and no dispatch mode sees it."""
+    """Draw from PyTorch's default generator on the host, without waiting for a device, hidden from dispatch modes."""
     with _disable_current_modes():
         return int(torch.randint(2**62, (), device="cpu"))
 
@@ -373,22 +374,22 @@ def linear(
     recipe: Recipe | str | None = None,
     scaling: DelayedScaling | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear(x, weight, bias)`, with the products of forward and backward in the numbers of a
-    recipe.
+    """Compute `torch.nn.functional.linear(x, weight, bias)`, with forward and backward products in a recipe's formats.
 
     - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor` in the recipe's format, as `rms_norm`, `glu` and `permute`
-      make it; for the gradient of the weight it needs its column-wise copy.
-    - `weight`: [N, K] in any float dtype; its gradient has that dtype, straight from fp32 sums. If it has an fp32
-      attribute `main_grad`, the gradient is added to that instead, and `weight.grad` stays as it is. A `QTensor` is a
-      weight that is quantised already: in the recipe's format, and then its gradient passes straight, as FSDP wants it
-      of a weight that it gathered; or, with a recipe of plain numbers, in any format that `matmul` takes beside them,
-      such as "int4:1x128", and then it is frozen.
+      return it; the weight gradient needs its column-wise copy.
+    - `weight`: [N, K] in any float dtype; its gradient has that dtype, rounded once from fp32 sums. If it has an fp32
+      attribute `main_grad`, the gradient is added to that instead, and `weight.grad` is unchanged. A `QTensor` is
+      already quantized: in the recipe's format, with a straight-through gradient, as FSDP needs for a gathered weight;
+      or, if the recipe does not quantize, in any format that `matmul` supports next to an unquantized operand, such as
+      "int4:1x128", and then it must be frozen.
     - `recipe`: "bf16", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4", "int8_row", or a `weft.Recipe`. None
       computes in x's dtype.
-    - `scaling`: the scales of earlier steps, a `weft.DelayedScaling` of this recipe, for what is not quantised already.
+    - `scaling`: a `weft.DelayedScaling` of this recipe, whose scales from earlier steps quantize plain operands.
 
-    Returns y [..., N] in x's dtype. Rounding passes gradients straight. Backward keeps x in 8 or 4 bits, quantised
-    along rows, and the weight's codes. A weight is quantised in every call, unless `weft.reuse_weights()` is around it.
+    Returns y [..., N] in x's dtype. Gradients pass straight through rounding. Backward keeps x in 8 or 4 bits,
+    quantized along rows, and the weight's codes. Every call quantizes the weight, except inside
+    `weft.reuse_weights()`.
 
     >>> import torch, weft
     >>> x, w = torch.randn(32, 256, dtype=torch.bfloat16), torch.randn(128, 256, requires_grad=True)
@@ -397,18 +398,18 @@ def linear(
     >>> y.dtype, w.grad.dtype
     (torch.bfloat16, torch.float32)
     """
-    found = Recipe.of(recipe)
+    resolved = Recipe.of(recipe)
     check_input("x", x)
     check_input("weight", weight)
-    x = autocasted(x)  # the weight follows x
+    x = autocasted(x)  # the weight is converted to x's dtype later
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x [..., K] and weight [N, K] must have one K; got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     if scaling is not None:
-        _check_scaling(scaling, found, x.device)
+        _check_scaling(scaling, resolved, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = apply_linear(rows, weight, bias, found, NO_GROUPS, scaling)
+    y = apply_linear(rows, weight, bias, resolved, NO_GROUPS, scaling)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -417,36 +418,36 @@ def _check_scaling(scaling: DelayedScaling, recipe: Recipe, device: torch.device
         raise TypeError(f"scaling must be a weft.DelayedScaling; got {type(scaling).__name__}")
     if scaling.recipe != recipe:
         raise ValueError(
-            f"scaling= is of {scaling.recipe}, and the recipe of the layer is {recipe}: give both the same"
+            f"scaling= has {scaling.recipe}, but the layer has {recipe}: give both the same recipe"
         )
     if scaling.amax.device != device:
         raise ValueError(f"scaling= must be on {device} like x: move it with .to({str(device)!r})")
 
 
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, name: str) -> None:
-    """Raise an error unless a layer can have these operands."""
+    """Raise ValueError unless a layer supports these operands."""
     if weight.device != x.device:
         raise ValueError(f"{name} must be on {x.device} like x; it is on {weight.device}")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, tuple(weight.shape[:-1]))
-    if recipe.is_quantised and torch.float64 in (x.dtype, weight.dtype):
+    if recipe.is_quantized and torch.float64 in (x.dtype, weight.dtype):
         raise ValueError(
-            f"recipes round bf16, fp16 and fp32; got x in {x.dtype} and {name} in {weight.dtype}: convert them"
+            f"recipes only round bf16, fp16 and fp32; got x in {x.dtype} and {name} in {weight.dtype}: convert them"
         )
-    if isinstance(weight, QTensor) and weight.requires_grad and not recipe.is_quantised:
+    if isinstance(weight, QTensor) and weight.requires_grad and not recipe.is_quantized:
         raise ValueError(
-            f"{name} is quantized beside plain numbers, and frozen so: train plain numbers, or call "
+            f"{name} is quantized but the recipe is not, so it must be frozen: train an unquantized {name}, or call "
             f"{name}.requires_grad_(False)"
         )
     grads = torch.is_grad_enabled()
     needs = {"x": (True, grads and weight.requires_grad), name: (True, grads and x.requires_grad)}
     for title, tensor, spec in (("x", x, recipe.x), (name, weight, recipe.weight)):
         if not isinstance(tensor, QTensor) or (title == name and spec is None):
-            continue  # what a product lacks of a weight beside plain numbers, it says itself
+            continue  # the product itself checks a weight next to an unquantized x
         if spec is None or not read_alike(tensor.spec, spec):
             raise ValueError(
-                f"{title} is quantized as {tensor.spec}, and the recipe takes {spec or 'plain numbers'}: quantize it "
-                "so, or dequantize it"
+                f"{title} is quantized as {tensor.spec}, but the recipe takes {spec or 'unquantized tensors'}: "
+                "quantize it like that, or dequantize it"
             )
         if torch.compiler.is_compiling() or tensor.format.block in EITHER_COPY:
             continue
@@ -455,8 +456,8 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
         ):
             if needed and copy is None:
                 raise ValueError(
-                    f"{title} has no {side}-wise copy, which {'y' if side == 'row' else 'a gradient'} takes: got "
-                    f"{tensor!r}. Make it with {side}wise=True"
+                    f"{title} has no {side}-wise copy, which {'y' if side == 'row' else 'a gradient'} needs; got "
+                    f"{tensor!r}: quantize it with {side}wise=True"
                 )
     if recipe.weight is not None and weight.dim() == 3:
         check_weight_blocks(recipe.weight, weight.shape[1], transpose=grads and x.requires_grad)

@@ -1,23 +1,23 @@
-"""Matrix products of plain and quantised operands.
+"""Matrix products of plain and quantized operands.
 
     y = round(act(alpha * (a @ b) + bias) + residual)                    a [..., M, K], b [..., K, N]
     y = round(act(alpha * (a @ gate) + bias_g) * (alpha * (a @ up) + bias_u) + residual)      with b = [gate, up]
     da = round(alpha * dz @ b^T)       db = round(alpha * a^T @ dz)       dbias = round(sum of dz over rows)
 
-where dz is dy, or the gradient of the activation's input z, which the backward computes again in fp32:
-dz = round(dy * act'(z)), for a gated unit those of gate and up, in y's dtype.
+where dz is dy, or with an activation the gradient of its input z, which the backward recomputes in fp32:
+dz = round(dy * act'(z)), for a gated unit the gradients of gate and up, in y's dtype.
 
 Products are exact in fp32, sums are fp32, and everything after the sum is fp32 with one rounding to y's dtype. Products
-of int8 codes are summed exactly in int32, for up to 130,944 of K at a time, and then in fp32. Scales enter once for
-each of their blocks:
+of int8 codes are summed exactly in int32, up to 130,944 of K at a time, and then in fp32. Scales are applied once per
+block:
 
-- one scale for a row or a tensor multiplies the sum: `sum * scale_a[m] * scale_b[n]`; of two scales of tensors the
-  product comes first;
-- scales of 128 along K multiply the sum of 128 products: `sum += part * (scale_a[m, k] * scale_b[n, k])` where one of
-  them is the same for a whole tile, else `sum += part * scale_a * scale_b`;
-- scales of mx and nvfp4 are exact factors of the operands, and nvfp4's scales of both tensors multiply the sum.
+- row and tensor scales multiply the sum: `sum * scale_a[m] * scale_b[n]`; two tensor scales are multiplied with each
+  other first;
+- scales of 128 along K multiply the sum of 128 products: `sum += part * (scale_a[m, k] * scale_b[n, k])` if one of
+  them is constant over a tile, else `sum += part * scale_a * scale_b`;
+- mx and nvfp4 scales are exact factors of the operands, and nvfp4's two global scales multiply the sum.
 
-A quantised result is made of y rounded to its dtype, so that it has the bytes of `quantize(matmul(...))`.
+A quantized result is computed from y rounded to its dtype, so it has the bytes of `quantize(matmul(...))`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .operands import Precision, autocasted_pair
 
 
 def reference_numbers(x: Tensor, codes: Codes, dtype: torch.dtype, of_b: bool) -> Tensor:
-    """What an operand stands for. Rotated numbers stay so: their products need no undoing."""
+    """Return an operand's values. Rotated values stay rotated, because rotations cancel in the product."""
     if codes.data is None:
         return x.to(dtype)
     k, rows = x.shape[-2:] if of_b else (x.shape[-1], x.shape[-2])
@@ -60,7 +60,7 @@ def reference_numbers(x: Tensor, codes: Codes, dtype: torch.dtype, of_b: bool) -
 
 
 def finish_reference(z: Tensor, bias: Tensor | None, activation: str | None, gated: bool) -> Tensor:
-    """What a bias and an activation make of a product."""
+    """Apply bias, activation and gate to a product."""
     if bias is not None:
         z = z + bias.to(z.dtype)
     up = None
@@ -75,12 +75,12 @@ def finish_reference(z: Tensor, bias: Tensor | None, activation: str | None, gat
 
 
 def plain_numbers(x: Tensor, codes: Codes, dtype: torch.dtype, of_b: bool) -> Tensor:
-    """An operand to be multiplied with a gradient of this dtype: the numbers that its codes stand for."""
-    if isinstance(x, QTensor):  # kept by a graph that was traced with it
-        found = codes_along_columns(x) if of_b else codes_along_rows(x)
-        if found is None:
+    """Return an operand dequantized to `dtype`, to be multiplied with a gradient of that dtype."""
+    if isinstance(x, QTensor):  # saved by a graph that was traced with a QTensor
+        q_codes = codes_along_columns(x) if of_b else codes_along_rows(x)
+        if q_codes is None:
             return x.dequantize(dtype)
-        codes = found
+        codes = q_codes
     if codes.data is None:
         return x.to(dtype)
     values = dequantize_codes(codes, x.shape[-2 if of_b else -1], dtype)
@@ -105,7 +105,7 @@ class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
         return launch_matmul
 
     def reference(self, a: MatmulArgs) -> ProductOutputs:
-        """The definition."""
+        """Compute the product in plain PyTorch."""
         dtype = compute_dtype(a.a)
         y = reference_numbers(a.a, a.a_codes, dtype, False) @ reference_numbers(a.b, a.b_codes, dtype, True)
         if a.factor != 1.0:
@@ -121,41 +121,41 @@ class MatmulOp(Op[MatmulArgs, ProductOutputs], name="matmul", variants=64):
         return ProductOutputs(result_reference(a.result, flat, shape, a.a, input_dtype=a.result.dtype))
 
     def keep(self, a: MatmulArgs, o: ProductOutputs) -> MatmulArgs:
-        """What the gradients are made of."""
+        """Save what backward reads."""
         return a._replace(residual=None, result=plain_result(a.result.dtype))
 
     def backward(self, b: Backward) -> Gradients:
-        kept: MatmulArgs = b.kept
+        saved: MatmulArgs = b.kept
         dy = b.grads.result.y
-        found: Gradients = {}
-        # Sums in fp16 are for the forward alone.
-        of_products = kept._replace(
+        gradients: Gradients = {}
+        # fp16 sums are for the forward only.
+        product_args = saved._replace(
             a_codes=PLAIN, b_codes=PLAIN, bias=None, activation=None, gated=False,
-            precision=None if kept.precision == "fp16" else kept.precision,
+            precision=None if saved.precision == "fp16" else saved.precision,
         )  # fmt: skip
         dz = dy
-        if kept.activation is not None:
-            of_z = of_products._replace(a_codes=kept.a_codes, b_codes=kept.b_codes, bias=kept.bias)
-            wide = plain_result(compute_dtype(dy))
-            z = matmul_op(of_z._replace(precision=kept.precision, result=wide)).result.y
-            layout: Literal["concat", "none"] = "concat" if kept.gated else "none"
-            dz = glu_backward(dy, z, act=kept.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
+        if saved.activation is not None:
+            z_args = product_args._replace(a_codes=saved.a_codes, b_codes=saved.b_codes, bias=saved.bias)
+            z_options = plain_result(compute_dtype(dy))
+            z = matmul_op(z_args._replace(precision=saved.precision, result=z_options)).result.y
+            layout: Literal["concat", "none"] = "concat" if saved.gated else "none"
+            dz = glu_backward(dy, z, act=saved.activation, layout=layout).x.to(dy.dtype)  # type: ignore[arg-type]
 
         def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-            return matmul_op(of_products._replace(a=left, b=right, result=plain_result(dtype))).result.y
+            return matmul_op(product_args._replace(a=left, b=right, result=plain_result(dtype))).result.y
 
         if b.needs.a:
-            values = plain_numbers(kept.b, kept.b_codes, dz.dtype, True)
-            found["a"] = product(dz, values.transpose(-1, -2), kept.a.dtype)
+            values = plain_numbers(saved.b, saved.b_codes, dz.dtype, True)
+            gradients["a"] = product(dz, values.transpose(-1, -2), saved.a.dtype)
         if b.needs.b:
-            values = plain_numbers(kept.a, kept.a_codes, dz.dtype, False)
-            found["b"] = product(values.transpose(-1, -2), dz, kept.b.dtype)
-        if b.needs.bias and kept.bias is not None:
+            values = plain_numbers(saved.a, saved.a_codes, dz.dtype, False)
+            gradients["b"] = product(values.transpose(-1, -2), dz, saved.b.dtype)
+        if b.needs.bias and saved.bias is not None:
             dims = tuple(range(dz.dim() - 1))
-            found["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(kept.bias.dtype)
+            gradients["bias"] = dz.sum(dims, dtype=compute_dtype(dz)).to(saved.bias.dtype)
         if b.needs.residual:
-            found["residual"] = dy
-        return found
+            gradients["residual"] = dy
+        return gradients
 
 
 matmul_op = MatmulOp()
@@ -164,11 +164,11 @@ matmul_op = MatmulOp()
 EITHER_COPY = (
     "tensor",
     "128x128",
-)  # blocks whose two copies are transposes of each other: one serves both ways
+)  # blocks whose copies are transposes of each other, so that one serves both ways
 
 
 def codes_along_k(codes: Codes | None, other: Codes | None) -> Codes | None:
-    """Return the copy whose scales lie along K; or the other one, transposed, if both have the same codes."""
+    """Return the copy whose scales lie along K, or the other copy transposed if both hold the same codes."""
     if codes is None and other is not None and Format.of(other.format).block in EITHER_COPY:
         return other._replace(data=other.data.t(), scale=other.scale.t())
     return codes
@@ -176,7 +176,7 @@ def codes_along_k(codes: Codes | None, other: Codes | None) -> Codes | None:
 
 def codes_along_rows(q: QTensor) -> Codes | None:
     """Return the codes of q [rows, K] whose scales lie along K."""
-    # A flat view still has the copies of the matrix that it is a view of.
+    # A flat view still holds the copies of the matrix it views.
     flat = q.rowwise is not None and q.rowwise.data.shape[0] * q.shape[-1] != q.numel()
     return codes_along_k(None if flat else q.rowwise, q.columnwise)
 
@@ -190,8 +190,8 @@ register_codes(matmul_op, a=codes_along_rows, b=codes_along_columns)
 
 
 def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Any:
-    """`torch.mm` of quantized matrices, plus bias. NotImplemented unless both are, in one dtype, each with a copy that
-    lies along K, in formats that multiply each other."""
+    """Run `torch.mm` plus bias on codes. Return NotImplemented unless both matrices are quantized, in one dtype, with
+    copies along K whose formats a product supports."""
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.dtype != b.dtype:
         return NotImplemented
     left, right = codes_along_rows(a), codes_along_columns(b)
@@ -206,7 +206,7 @@ def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Any:
-    """`torch.addmm` as `torch.nn.functional.linear` calls it."""
+    """Run `torch.addmm` on codes, as `torch.nn.functional.linear` calls it."""
     plain = not isinstance(bias, QTensor) and bias.shape == b.shape[1:] and bias.dtype == a.dtype
     return _mm(a, b, bias) if plain and not factors else NotImplemented
 
@@ -239,42 +239,41 @@ def matmul(
     batch_invariant: bool = False,
     engine: Engine = "auto",
 ) -> Tensor:
-    """`torch.matmul(a, b)` of plain and quantised operands, and what follows it, in one kernel:
+    """Multiply plain or quantized operands like `torch.matmul(a, b)` and apply the epilogue in one kernel:
     `act(alpha * (a @ b) + bias) + residual`, in fp32 and rounded once.
 
-    a: [..., M, K], b: [..., K, N] in one dtype, bf16, fp16 or fp32, of any strides, with `torch.matmul`'s rules for
-    vectors and for leading dimensions. Either may be a `QTensor`; a weight [N, K], quantised or not, goes in as `w.T`.
+    a: [..., M, K], b: [..., K, N] in one dtype, bf16, fp16 or fp32, with any strides and `torch.matmul`'s rules for
+    vectors and leading dimensions. Either may be a `QTensor`; pass a weight [N, K], quantized or not, as `w.T`.
 
     | a              | b                              |                                                           |
     |----------------|--------------------------------|-----------------------------------------------------------|
     | plain          | plain, in the same dtype       |                                                           |
-    | plain          | any format                     | the codes are decoded on the way: weight-only             |
-    | tensor, row    | tensor, row                    | e4m3 and e5m2 in any mix, or int8 with int8               |
-    | 1x128          | 128x128, 1x128, tensor, row    | the same elements; also the other way round               |
-    | mx             | mx                             | e4m3, e5m2 and e2m1 in any mix                            |
-    | nvfp4          | nvfp4, nvfp4_16x16             | also the other way round                                  |
+    | plain          | any format                     | codes are decoded in the kernel: weight-only              |
+    | tensor, row    | tensor, row                    | any mix of e4m3 and e5m2, or int8 with int8               |
+    | 1x128          | 128x128, 1x128, tensor, row    | as above; operands may be swapped                         |
+    | mx             | mx                             | any mix of e4m3, e5m2 and e2m1                            |
+    | nvfp4          | nvfp4, nvfp4_16x16             | operands may be swapped                                   |
 
-    A quantised a needs its row-wise copy, b its column-wise one: those whose scales lie along K. `w.T` has one if w has
-    a row-wise copy. With blocks 128x128 and tensor either copy serves. Two copies that are both rotated along K
-    (`Format.hadamard`) are multiplied as they are; one beside one that is not is refused.
+    A quantized a needs its row-wise copy and b its column-wise copy, whose scales lie along K. `w.T` has one if w has a
+    row-wise copy. In blocks 128x128 and tensor either copy works. If one operand is rotated along K
+    (`Format.hadamard`), both must be; they are multiplied without undoing the rotation.
 
-    - `bias` [N], `residual` of the result's shape, `alpha` a number or a tensor with one: see above.
-    - `activation`: silu, gelu, gelu_tanh, relu, relu2 or sigmoid. `glu`: b has 2N columns, those of a gate and those
-      of up, and `y = act(gate) * up`; the bias has 2N numbers too.
-    - `out_dtype`: of the result; a's by default.
-    - `quantize`, `rowwise`, `columnwise`: the result is a `QTensor` with the bytes of `quantize(matmul(...))`.
-    - `out`: write the result into this tensor or `QTensor`, in its dtype; with `accumulate` add it to what `out` has,
-      in fp32: the gradients of a weight over several batches. It shares no memory with a and b. Not with autograd.
-    - `precision` of fp32 operands: "ieee", the default; "tf32"; "bf16x3", which has the accuracy of fp32 on units that
-      multiply bf16. "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
-    - `batch_invariant`: the bits of a row do not depend on how many rows there are. Otherwise, up to 64 rows are
-      computed in another order.
-    - `engine`: who multiplies. "auto" is Weft's kernel, or PyTorch or DeepGEMM where `weft doctor` says so and the call
-      has nothing that their products lack; "weft", "torch" and "deep_gemm" insist. `weft.record_engines()` tells what
-      ran.
+    - `bias` [N], `residual` of the result's shape, `alpha` a number or a tensor with one element: see above.
+    - `activation`: silu, gelu, gelu_tanh, relu, relu2 or sigmoid. `glu`: b has 2N columns, the gate's first, then up's,
+      and `y = act(gate) * up`; the bias has 2N elements too.
+    - `out_dtype`: dtype of the result; a's by default.
+    - `quantize`, `rowwise`, `columnwise`: return a `QTensor` with the bytes of `quantize(matmul(...))`.
+    - `out`: write the result into this tensor or `QTensor`, in its dtype; with `accumulate` add it to `out` in fp32, as
+      for weight gradients over several batches. It must not share memory with a and b. Not differentiable.
+    - `precision` of fp32 operands: "ieee", the default; "tf32"; "bf16x3", which reaches fp32 accuracy on bf16 units.
+      "fp16", for fp16 operands: products are summed in fp16 for up to 128 of K, and then in fp32.
+    - `batch_invariant`: the bits of a row do not depend on the number of rows. Otherwise, products of up to 64 rows sum
+      in another order.
+    - `engine`: "auto" runs Weft's kernel, or PyTorch or DeepGEMM where `weft doctor` says so and they support the call;
+      "weft", "torch" and "deep_gemm" force one. `weft.record_engines()` records what ran.
 
-    Gradients flow to a, b, bias and residual; through a quantised operand or result they pass straight. Backward of an
-    activation computes its input again. The bits are the same in every run.
+    Gradients flow to a, b, bias and residual; they pass straight through a quantized operand or result. Backward of an
+    activation recomputes its input. Runs are bitwise reproducible.
 
     >>> import torch, weft
     >>> x, w = torch.randn(8, 256, dtype=torch.bfloat16), torch.randn(512, 256, dtype=torch.bfloat16)
@@ -292,8 +291,8 @@ def matmul(
         raise ValueError(f"b must be on {a.device} like a; it is on {b.device}")
     act, gated = check_activation(activation, glu)
     a_matrix, b_matrix, shape = _matrices(a, b, gated)
-    left, a_codes = _apart(a_matrix, "a")
-    right, b_codes = _apart(b_matrix, "b")
+    left, a_codes = _tensor_and_codes(a_matrix, "a")
+    right, b_codes = _tensor_and_codes(b_matrix, "b")
     n = right.shape[-1] // (2 if gated else 1)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, a.device, (right.shape[-1],))
@@ -303,9 +302,11 @@ def matmul(
             raise ValueError(f"out must be contiguous; its strides are {out.stride()}")
     if accumulate:
         if out is None or residual is not None:
-            raise ValueError("accumulate=True adds to out=…, in place of a residual")
+            raise ValueError(
+                "accumulate=True adds to out=… and cannot be combined with residual=: pass out= alone"
+            )
         if quantize is not None:
-            raise ValueError("accumulate=True adds to a plain out; got quantize=")
+            raise ValueError("accumulate=True needs an unquantized out: leave out quantize=")
         residual = out
     if residual is not None:
         check_tensor("residual", residual, FLOATS, a.device, shape)
@@ -315,7 +316,7 @@ def matmul(
     if scale is not None:
         check_tensor("alpha", scale, (torch.float32,), a.device, (), (1,))
         if scale.requires_grad:
-            raise ValueError("alpha has no gradient: multiply the result by it instead")
+            raise ValueError("alpha is not differentiable: multiply the result by it instead")
     options = result_options(
         left, quantize, rowwise=rowwise, columnwise=columnwise, out_dtype=dtype_of_out(out, out_dtype)
     )
@@ -334,18 +335,18 @@ def matmul(
 
 
 def dtype_of_out(out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a result, which a plain `out` decides; None for the usual one."""
+    """Return the result's dtype, set by a plain `out` or by `out_dtype`; None for the default."""
     if out is None or isinstance(out, QTensor):
         return out_dtype
     if out_dtype not in (None, out.dtype):
-        raise ValueError(f"out is {out.dtype}, and out_dtype {out_dtype}: leave out_dtype out")
+        raise ValueError(f"out is {out.dtype}, but out_dtype is {out_dtype}: leave out_dtype out")
     return out.dtype
 
 
 def check_activation(activation: str | None, glu: str | None) -> tuple[str | None, bool]:
-    """The activation, and whether it is that of a gated unit."""
+    """Return the activation, and whether it belongs to a gated unit."""
     if activation is not None and glu is not None:
-        raise ValueError("activation= is of the whole result, glu= of the gate: give one of them")
+        raise ValueError("activation= applies to the whole result, glu= to the gate: give one of them")
     act = activation if glu is None else glu
     if act is not None and act not in _ACTS:
         raise ValueError(
@@ -355,12 +356,12 @@ def check_activation(activation: str | None, glu: str | None) -> tuple[str | Non
 
 
 def _matrices(a: Tensor, b: Tensor, gated: bool) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """a as [M, K] or [batch, M, K], b as [K, N] or [batch, K, N], and the shape of the result."""
+    """Return a as [M, K] or [batch, M, K], b as [K, N] or [batch, K, N], and the shape of the result."""
     k, depth = a.shape[-1], b.shape[-2] if b.dim() > 1 else b.shape[0]
     if k != depth:
-        hint = ". A weight [N, K] goes in as w.T" if b.dim() == 2 and b.shape[-1] == k else ""
+        hint = ". Pass a weight [N, K] as w.T" if b.dim() == 2 and b.shape[-1] == k else ""
         raise ValueError(
-            f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied: {k} and {depth} differ{hint}"
+            f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied: K is {k} in a and {depth} in b{hint}"
         )
     columns = b.shape[-1] if b.dim() > 1 else 1
     if gated and (columns % 2 or b.dim() < 2):
@@ -373,7 +374,7 @@ def _matrices(a: Tensor, b: Tensor, gated: bool) -> tuple[Tensor, Tensor, tuple[
         return left, right, (*a.shape[:-1], *last)
     if isinstance(a, QTensor) or isinstance(b, QTensor):
         raise ValueError(
-            f"a batch of products takes plain tensors; got {a!r} and {b!r}: multiply them one by one, or see "
+            f"batched products do not take QTensors; got {a!r} and {b!r}: multiply the matrices one by one, or use "
             "weft.grouped_matmul"
         )
     left = a[None] if a.dim() == 1 else a
@@ -385,18 +386,18 @@ def _matrices(a: Tensor, b: Tensor, gated: bool) -> tuple[Tensor, Tensor, tuple[
     return left, right, (*batch, *middle, *last)
 
 
-def _apart(x: Tensor, name: str) -> tuple[Tensor, Codes]:
-    """An operand in the form that the op takes."""
+def _tensor_and_codes(x: Tensor, name: str) -> tuple[Tensor, Codes]:
+    """Return (tensor, codes) of an operand, as the op takes it."""
     if not isinstance(x, QTensor):
         return x, PLAIN
-    # The compiler cannot look inside a QTensor; the dispatcher takes it apart later.
+    # The compiler cannot trace into a QTensor; the dispatcher takes it apart later.
     if torch.compiler.is_compiling():
         return x, PLAIN
-    found = (codes_along_rows if name == "a" else codes_along_columns)(x)
-    if found is None:
-        side, hint = ("row", "") if name == "a" else ("column", "; of a weight [N, K] give w.T")
+    codes = (codes_along_rows if name == "a" else codes_along_columns)(x)
+    if codes is None:
+        side, hint = ("row", "") if name == "a" else ("column", "; pass a weight [N, K] as w.T")
         raise ValueError(
-            f"{name} has no {side}-wise copy, whose scales lie along K: got {x!r}. Quantise it with "
-            f"{side}wise=True{hint}"
+            f"{name} has no {side}-wise copy, whose scales lie along K; got {x!r}: quantize it with {side}wise=True"
+            f"{hint}"
         )
-    return stand_in_for(x), found
+    return stand_in_for(x), codes

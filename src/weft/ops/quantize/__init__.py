@@ -1,1 +1,1 @@
-"""Quantize and dequantize."""
+"""The quantize and dequantize ops."""

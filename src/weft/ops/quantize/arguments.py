@@ -1,4 +1,4 @@
-"""The arguments and outputs of quantize and dequantize."""
+"""Arguments and outputs of quantize and dequantize."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.results import Result, ResultOptions
 class QuantizeArgs(NamedTuple):
     x: Tensor  # [..., K]
     result: ResultOptions
-    seed: int | None  # to round stochastically; None rounds to nearest
+    seed: int | None  # for stochastic rounding; None rounds to nearest
 
 
 class QuantizeOutputs(NamedTuple):
@@ -21,11 +21,11 @@ class QuantizeOutputs(NamedTuple):
 
 
 class DequantizeArgs(NamedTuple):
-    data: Tensor  # the members of `Codes`
+    data: Tensor  # data to format: the fields of `Codes`
     scale: Tensor
     global_scale: Tensor | None
     format: str
-    cols: int  # how many numbers a row has
+    cols: int  # elements per row
     dtype: torch.dtype
 
 

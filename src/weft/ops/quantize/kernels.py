@@ -1,4 +1,4 @@
-"""The kernels that quantize and dequantize; see `quantize` for what they compute."""
+"""Kernels that quantize and dequantize; `quantize` defines what they compute."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ..common.loads import load_tile, tile_mask
 
 @triton.jit
 def _draw(seed_low, seed_high, row, col, WHICH: tl.constexpr):
-    """32 random bits for each element of a tile; row [R], col [C] -> uint32 [R, C]. The halves of the seed are passed
-    as their complements."""
+    """Draw 32 random bits per element of a tile; row [R], col [C] -> uint32 [R, C]. The seed's halves arrive
+    complemented."""
     c0 = tl.broadcast_to(col[None, :].to(tl.uint32), (row.shape[0], col.shape[0]))
     c1 = tl.broadcast_to(row[:, None].to(tl.uint32), (row.shape[0], col.shape[0]))
     zero = tl.zeros_like(c0)
@@ -47,32 +47,32 @@ def _draw(seed_low, seed_high, row, col, WHICH: tl.constexpr):
 @kernel
 def quantize_rows_kernel(
     x_ptr,  # [rows, cols]
-    given_ptr,  # the tensor's amax; with STATIC its scale, or scales [rows]; or None
+    given_ptr,  # the tensor's amax; with STATIC its scale or the scales [rows]; or None
     amax_ptr,  # [programs], or None
     rows,
     cols,
     row_programs,
     x_stride,
-    copy: StridedCodes,  # row-wise; absent to find amax alone
+    copy: StridedCodes,  # row-wise; absent when only amax is computed
     seed_low,
     seed_high,
     INPUT_MAX: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # scales are given
+    STATIC: tl.constexpr,  # the caller supplies the scales
     STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Make the row-wise copy. `row_programs` programs share ROWS rows and take their tiles in turn; one program has
-    them all if a scale belongs to the whole row."""
+    """Store the row-wise copy. `row_programs` programs share ROWS rows and interleave their tiles; one program takes
+    them all if a scale covers the whole row."""
     cols = (cols // ALIGN) * ALIGN
     row = (tl.program_id(0) // row_programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
     x_off = tl.multiple_of(row * x_stride, ALIGN)
-    piece = tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
     first = (tl.program_id(0) % row_programs) * TILE
     step = row_programs * TILE
     WHOLE: tl.constexpr = FORMAT.block == "row" or FORMAT.block == "tensor"
@@ -80,7 +80,7 @@ def quantize_rows_kernel(
         if not STATIC:
             largest = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 largest = larger(
                     largest, amax(load_tile(x_ptr + x_off[:, None] + col[None, :], mask), axis=1)
@@ -92,18 +92,18 @@ def quantize_rows_kernel(
         if copy.data is not None:
             tl.store(copy.scale + row, row_scale, mask=row < rows)
         factor = factor[:, None]
-        given = 0.0
+        amax_or_scale = 0.0
     elif given_ptr is not None:
-        given = tl.load(given_ptr)
+        amax_or_scale = tl.load(given_ptr)
     else:
-        given = 0.0
+        amax_or_scale = 0.0
     if FORMAT.block == "tensor" and given_ptr is not None:
-        factor = tensor_factor(Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC))
+        factor = tensor_factor(Encoding(amax_or_scale, INPUT_MAX, FORMAT, CAST, STATIC))
 
     program_amax = tl.zeros((ROWS,), tl.float32)
     for start in range(first, cols, step):
         start = tl.multiple_of(start, TILE)
-        col = start + piece
+        col = start + lane
         mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
         x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
         if amax_ptr is not None:
@@ -120,7 +120,7 @@ def quantize_rows_kernel(
                     x,
                     copy,
                     Tile(row, start, rows, cols, ALIGN, ROWS_MASKED, COLS_MASKED),
-                    Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                    Encoding(amax_or_scale, INPUT_MAX, FORMAT, CAST, STATIC),
                     random,
                 )
     if amax_ptr is not None:
@@ -130,12 +130,12 @@ def quantize_rows_kernel(
 @kernel
 def quantize_stripe_kernel(
     x_ptr,  # [rows, cols]
-    given_ptr,  # the tensor's amax; with STATIC its scale; or None
+    given_ptr,  # the tensor's amax; with STATIC its scale, or None
     given_t_ptr,  # the amax of the rotated tensor, or None
     row_amax_ptr,  # [rows] for block "row", or None
     col_amax_ptr,  # [cols] for block "row", or None
     amax_ptr,  # [programs], or None
-    amax_t_ptr,  # [programs]: that of the rotated numbers, or None
+    amax_t_ptr,  # [programs]: amax of the rotated elements, or None
     rows,
     cols,
     x_stride,
@@ -146,15 +146,15 @@ def quantize_stripe_kernel(
     INPUT_MAX: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # scales are given
+    STATIC: tl.constexpr,  # the caller supplies the scales
     STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Make both copies of a tile as tall as the longest group. For block "row" the amax of rows and columns are
-    given. Without copies, find the amax alone."""
+    """Store both copies of a tile that is as tall as the longest group. Block "row" reads precomputed amaxes of rows
+    and columns. Without copies, compute only the amax."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -165,9 +165,9 @@ def quantize_stripe_kernel(
     x_off = tl.multiple_of(row * x_stride, ALIGN)
     x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
     if given_ptr is not None:
-        given = tl.load(given_ptr)
+        amax_or_scale = tl.load(given_ptr)
     else:
-        given = 0.0
+        amax_or_scale = 0.0
     random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
     random_t = _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None
     ROTATED: tl.constexpr = FORMAT.hadamard is not None and (
@@ -194,13 +194,13 @@ def quantize_stripe_kernel(
                 copy,
                 nothing,
                 Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
-                Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+                Encoding(amax_or_scale, INPUT_MAX, FORMAT, CAST, STATIC),
                 random,
             )
-        turned = hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)
-        if copy_t.data is not None:  # also of the zeros that make the last 16 rows whole
+        rotated = hadamard_columns(x).to(x_ptr.dtype.element_ty).to(tl.float32)
+        if copy_t.data is not None:  # the last 16 rows are padded with zeros
             store_stripe(
-                turned,
+                rotated,
                 nothing,
                 copy_t,
                 Stripe(stripe, start, (rows + 15) // 16 * 16, cols, ALIGN, COLS_MASKED),
@@ -209,14 +209,14 @@ def quantize_stripe_kernel(
                 _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None,
             )
         if amax_t_ptr is not None:
-            tl.store(amax_t_ptr + tl.program_id(0), amax(amax(turned, axis=1), axis=0))
+            tl.store(amax_t_ptr + tl.program_id(0), amax(amax(rotated, axis=1), axis=0))
     else:
         store_stripe(
             x,
             copy,
             copy_t,
             Stripe(stripe, start, rows, cols, ALIGN, COLS_MASKED),
-            Encoding(given, INPUT_MAX, FORMAT, CAST, STATIC),
+            Encoding(amax_or_scale, INPUT_MAX, FORMAT, CAST, STATIC),
             random,
             random_t,
         )
@@ -227,8 +227,8 @@ def quantize_stripe_kernel(
 @kernel
 def amax_kernel(
     x_ptr,  # [rows, cols]
-    row_ptr,  # fp32 [tiles, rows]: amax of each piece of a row, or None
-    col_ptr,  # fp32 [stripes, cols]: amax of each piece of a column
+    row_ptr,  # fp32 [tiles, rows]: amax of each row segment, or None
+    col_ptr,  # fp32 [stripes, cols]: amax of each column segment
     rows,
     cols,
     x_stride,
@@ -237,7 +237,7 @@ def amax_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Compute the amax of the rows and of the columns of a tile, from one read."""
+    """Compute the amax of every row and every column of a tile in one read."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -268,7 +268,7 @@ def dequantize_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """q * d in fp32 (q * (d * g) for nvfp4), rounded once to the result's dtype."""
+    """Compute q * d in fp32 (q * (d * g) for nvfp4) and round once to the result's dtype."""
     PACKED: tl.constexpr = FORMAT.packed
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
@@ -277,28 +277,28 @@ def dequantize_kernel(
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
     width = (cols + PACKED - 1) // PACKED
-    if ALIGN > 1:  # the same number, in a form from which the compiler sees what it is a multiple of
+    if ALIGN > 1:  # equal, but in a form that shows the compiler its divisibility
         width = (cols // ALIGN) * (ALIGN // PACKED)
-    mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
+    byte_mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
     data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
-    if mask is None:
+    if byte_mask is None:
         codes = tl.load(data_ptr + data_off[:, None] + byte[None, :])
     else:
-        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :], mask=mask, other=0)
+        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :], mask=byte_mask, other=0)
     codes = codes.to(tl.uint8, bitcast=True)
     if PACKED == 2:
         codes = unpack_pairs(codes)
-    exists = tile_mask(row, col, rows, cols, True, COLS_MASKED)
+    col_mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     row_block = row * 0 if FORMAT.block_rows == 0 else row // FORMAT.block_rows
-    if FORMAT.group == 0:  # one scale for a row, or for the tensor
+    if FORMAT.group == 0:  # one scale per row or per tensor
         scale_off = (row_block * scale_row_stride)[:, None]
         values = decode(codes, FORMAT) * tl.load(scale_ptr + scale_off, mask=(row < rows)[:, None], other=0.0)
     else:
         GROUP: tl.constexpr = FORMAT.group
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        there = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
+        scale_mask = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
         scale_off = (row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
-        scale = tl.load(scale_ptr + scale_off, mask=there, other=0)  # [ROWS, TILE // GROUP]
+        scale = tl.load(scale_ptr + scale_off, mask=scale_mask, other=0)  # [ROWS, TILE // GROUP]
         if FORMAT.block == "mx":
             scale = decode_e8m0(scale)
         elif FORMAT.block == "nvfp4":
@@ -306,4 +306,4 @@ def dequantize_kernel(
         groups = tl.reshape(decode(codes, FORMAT), (ROWS, TILE // GROUP, GROUP))
         values = tl.reshape(groups * scale[:, :, None], (ROWS, TILE))
     out_off = tl.multiple_of(row * cols, ALIGN)
-    tl.store(out_ptr + out_off[:, None] + col[None, :], values.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out_ptr + out_off[:, None] + col[None, :], values.to(out_ptr.dtype.element_ty), mask=col_mask)

@@ -1,4 +1,4 @@
-"""How many passes over x a quantization takes, and the launches of each."""
+"""Launches of quantize and dequantize: the passes over x that a quantization needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kernels import amax_kernel, dequantize_kernel, quantize_rows_kernel, quant
 
 
 class RowConfig(NamedTuple):
-    """A tile of rows: `rows` of them, `tile` columns at a time."""
+    """Launch choice of the row kernels: `rows` rows per program, `tile` columns at a time."""
 
     rows: int
     tile: int
@@ -27,7 +27,7 @@ class RowConfig(NamedTuple):
 
 @choice("quantize", rows=(1, 64), tile=(128, 4096), num_warps=(1, 16))
 def row_config(kernel: str, cols: int, target: Capabilities) -> RowConfig:
-    """For "quantize" along rows or "dequantize": 4096 numbers, or on a CPU one row."""
+    """Return 4096 elements per tile for "quantize" along rows and "dequantize"; on a CPU one row."""
     if target.is_cpu:
         return RowConfig(1, cpu_tile(cols, 128), 4)
     tile = min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024)
@@ -35,7 +35,7 @@ def row_config(kernel: str, cols: int, target: Capabilities) -> RowConfig:
 
 
 class _Quantize:
-    """One call: where its tensors lie, and its passes."""
+    """Passes of one quantize call over its input."""
 
     def __init__(self, a: QuantizeArgs) -> None:
         assert a.result.format is not None
@@ -44,8 +44,8 @@ class _Quantize:
         self.format = Format.of(a.result.format)
         self.target = target = capabilities_of(x.device)
         self.align = align_of(self.cols, x.stride(0))
-        # The halves are passed as their complements, which are negative: a launch takes a large positive integer for a
-        # size that needs 64 bits, and would compile another variant.
+        # The seed's halves are passed as their complements, which are negative: a launch would treat a large positive
+        # integer as a size that needs 64 bits, and compile another variant.
         self.seeds = (0, 0) if a.seed is None else (~(a.seed & 0x7FFFFFFF), ~(a.seed >> 31 & 0x7FFFFFFF))
         self.constants = {
             "INPUT_MAX": torch.finfo(x.dtype).max,
@@ -68,11 +68,11 @@ class _Quantize:
 
     @property
     def tiles(self) -> int:
-        """Into which a stripe is cut."""
+        """Number of tiles per stripe."""
         return -(-self.cols // self.stripe_config.tile)
 
     def rows_pass(
-        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, amax_or_scale: Tensor | None, wants_amax: bool, statistics_ready: bool
     ) -> Tensor | None:
         x, cols = self.x, self.cols
         tile_rows, tile, warps = row_config("quantize", cols, self.target)
@@ -86,8 +86,9 @@ class _Quantize:
         launch(
             (programs, 1, 1),
             *quantize_rows_kernel.arguments(
-                x_ptr=x, given_ptr=given, amax_ptr=partials, rows=self.rows, cols=cols, row_programs=row_programs,
-                x_stride=x.stride(0), copy=copy_arguments(copy), seed_low=self.seeds[0], seed_high=self.seeds[1],
+                x_ptr=x, given_ptr=amax_or_scale, amax_ptr=partials, rows=self.rows, cols=cols,
+                row_programs=row_programs, x_stride=x.stride(0), copy=copy_arguments(copy),
+                seed_low=self.seeds[0], seed_high=self.seeds[1],
             ),
         )  # fmt: skip
         return partials
@@ -96,35 +97,40 @@ class _Quantize:
         self,
         row: Codes | None,
         col: Codes | None,
-        given: Tensor | None,
+        amax_or_scale: Tensor | None,
         wants_amax: bool,
-        given_t: Tensor | None = None,
+        rotated_amax: Tensor | None = None,
         amax_t: Tensor | None = None,
     ) -> Tensor | None:
-        """`given_t` is the amax of the rotated x, `amax_t` room for that of each program's part of it."""
+        """Run the stripe kernel. `rotated_amax` is the amax of the rotated x; `amax_t` receives the partials."""
         x, rows, cols, stripes, tiles = self.x, self.rows, self.cols, self.stripes, self.tiles
         tile, warps = self.stripe_config
         shape = {"ROWS": STRIPE, "TILE": tile, "ALIGN": self.align, "COLS_MASKED": cols % tile != 0}
-        largest_of_row = largest_of_col = None
-        # No code can be made before the amax of its whole row and column is known.
+        row_amax = col_amax = None
+        # Codes need the amax of their whole row and column first.
         if self.format.block == "row":
-            of_rows = self.empty(tiles, rows) if row else None
-            of_cols = self.empty(stripes, cols)
-            find = Launch.of(amax_kernel, num_warps=warps, **shape)
-            find(
+            row_partials = self.empty(tiles, rows) if row else None
+            col_partials = self.empty(stripes, cols)
+            amax_launch = Launch.of(amax_kernel, num_warps=warps, **shape)
+            amax_launch(
                 (stripes * tiles, 1, 1),
                 *amax_kernel.arguments(
-                    x_ptr=x, row_ptr=of_rows, col_ptr=of_cols, rows=rows, cols=cols, x_stride=x.stride(0)
+                    x_ptr=x,
+                    row_ptr=row_partials,
+                    col_ptr=col_partials,
+                    rows=rows,
+                    cols=cols,
+                    x_stride=x.stride(0),
                 ),
             )
-            largest_of_row, largest_of_col = None if of_rows is None else of_rows.amax(0), of_cols.amax(0)
+            row_amax, col_amax = None if row_partials is None else row_partials.amax(0), col_partials.amax(0)
         partials = self.empty(stripes * tiles) if wants_amax else None
         launch = Launch.of(quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
         launch(
             (stripes * tiles, 1, 1),
             *quantize_stripe_kernel.arguments(
-                x_ptr=x, given_ptr=given, given_t_ptr=given_t, row_amax_ptr=largest_of_row,
-                col_amax_ptr=largest_of_col, amax_ptr=partials, amax_t_ptr=amax_t, rows=rows, cols=cols,
+                x_ptr=x, given_ptr=amax_or_scale, given_t_ptr=rotated_amax, row_amax_ptr=row_amax,
+                col_amax_ptr=col_amax, amax_ptr=partials, amax_t_ptr=amax_t, rows=rows, cols=cols,
                 x_stride=x.stride(0), copy=copy_arguments(row), copy_t=copy_arguments(col), seed_low=self.seeds[0],
                 seed_high=self.seeds[1],
             ),
@@ -132,18 +138,18 @@ class _Quantize:
         return partials
 
     def rotated(self, result: Result) -> None:
-        """Fill a result whose column-wise copy is rotated: both amax from one read, and the copies from another."""
+        """Fill a result whose column-wise copy is rotated: read x once for both amaxes and once for the copies."""
         amax_t = self.empty(self.stripes * self.tiles)
         amax = self.stripes_pass(None, None, None, True, amax_t=amax_t)
         assert amax is not None
-        given, given_t = self.empty() if result.amax is None else result.amax, self.empty()
-        for partials, largest, scale in (
-            (amax, given, result.global_scale),
-            (amax_t, given_t, result.global_scale_t),
+        tensor_amax, rotated_amax = self.empty() if result.amax is None else result.amax, self.empty()
+        for partials, output, scale in (
+            (amax, tensor_amax, result.global_scale),
+            (amax_t, rotated_amax, result.global_scale_t),
         ):
             scales = [] if scale is None else [scale]
-            reduce_amax(partials, self.format, self.x.dtype, amax=largest, scales=scales)
-        self.stripes_pass(*result.copies(self.format.spec), given, False, given_t=given_t)
+            reduce_amax(partials, self.format, self.x.dtype, amax=output, scales=scales)
+        self.stripes_pass(*result.copies(self.format.spec), tensor_amax, False, rotated_amax=rotated_amax)
 
 
 def launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
@@ -163,8 +169,7 @@ def launch_quantize(o: QuantizeOutputs, a: QuantizeArgs) -> None:
 
 
 def quantize_into(result: Result, options: ResultOptions, x: Tensor) -> None:
-    """Fill a result with the codes of x by launching kernels, for ops that compute a plain tensor and then quantise
-    it."""
+    """Launch the kernels that fill `result` with x's codes, for ops that quantize a plain tensor they computed."""
     launch_quantize(QuantizeOutputs(result), QuantizeArgs(x, options, None))
 
 

@@ -1,16 +1,16 @@
-"""Quantise and dequantise: row-wise, column-wise (transposed) or both copies, from one read of the input.
+"""Quantization to row-wise, column-wise (transposed) or both copies from one read of the input; dequantization.
 
-    amax  = largest |x| of a block, in fp32, NaN if one is in it
+    amax  = largest |x| of a block, in fp32; NaN if the block contains one
     scale = the format's convention applied to amax (`weft.quant.formats`)
-    code  = x brought to the element's range by the scale, rounded once to nearest even, saturated
+    code  = x scaled to the element's range, rounded once to nearest even, saturated
 
-The scale of a whole tensor (block "tensor", nvfp4's second scale) or of a whole column (the column-wise copy of
-block "row") has to be known before the first code: there the input is read twice, unless the scale is given. So is it
-for a column-wise copy that is rotated (`Format.hadamard`), whose amax is that of the rotated numbers.
+A scale that covers the whole tensor (block "tensor", nvfp4's global scale) or a whole column (the column-wise copy of
+block "row") is needed before the first code, so the input is read twice unless the caller supplies the scale. A
+rotated column-wise copy (`Format.hadamard`) also takes two reads, because its amax is that of the rotated elements.
 Gradients pass straight through: d quantize(x) / dx = 1.
 
-Stochastic rounding draws 32 bits for element (r, c) from Philox with the key `seed` and the counter
-(c, r, 0 or 1 for the column-wise copy, 0): the same seed gives the same bytes on every device.
+Stochastic rounding draws 32 bits for element (r, c) from Philox with key `seed` and counter
+(c, r, 0 or 1 for the column-wise copy, 0): equal seeds give equal bytes on every device.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class QuantizeOp(Op[QuantizeArgs, QuantizeOutputs], name="quantize", variants=32
         joint, block = a.result.blocks()
         if a.seed is not None:
             joint["..."] = (
-                "seed= draws by the number of a row. Quantise each rank's shard by itself with x.to_local()"
+                "seed= draws by the number of a row. Quantize each rank's shard separately with x.to_local()"
             )
         if scale is not None and scale.numel() > 1:
             of_scale = "... _" if scale.dim() == 2 else "..."
             if a.x.dim() > 2:
-                joint["..."] = "the scale of each row is [rows, 1]. Give x as [rows, K]"
+                joint["..."] = "the scale of each row is [rows, 1]. Reshape x to [rows, K]"
         return Sharding(
             {"x": "... k", "result_scale": of_scale},
             {"result_y": "... k", "result_amax": "max:"},
-            {"k": "blocks reach along it", **joint},
+            {"k": "blocks extend along it", **joint},
             block,
         )
 
@@ -113,7 +113,7 @@ dequantize_op = DequantizeOp()
 
 
 def dequantize_codes(codes: Codes, cols: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [rows, cols] for which codes stand."""
+    """Decode codes to a [rows, cols] tensor."""
     f = Format.of(codes.format)
     if f.hadamard != "rowwise":
         return dequantize_op(DequantizeArgs(*codes, cols, dtype)).values
@@ -125,7 +125,7 @@ def dequantize_codes(codes: Codes, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 class CopyOptions(TypedDict, total=False):
-    """The options of `quantize` that do not decide what it returns."""
+    """Options of `quantize` that do not affect its return type."""
 
     rowwise: bool
     columnwise: bool
@@ -165,23 +165,23 @@ def quantize(
     return_amax: bool = False,
     seed: int | None = None,
 ) -> QTensor | tuple[QTensor, Tensor]:
-    """Quantise x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
+    """Quantize x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
 
-    - `format`: a `Format`, a block's name or a spec such as "e5m2:1x128:deepgemm"; the recipe of NVFP4 training takes
-      "nvfp4_16x16" for weights, and "e2m1:nvfp4:te:hadamard-columnwise" for activations and (with a `seed`) gradients.
-    - `rowwise`, `columnwise`: which copies; both come from one read of x. The column-wise copy is that of x viewed
-      as [M, K] and transposed.
-    - `scale`: a given (decode) scale, one number for block "tensor", [M, 1] for block "row" without a column-wise
-      copy. Otherwise scales are made from x.
-    - `return_amax`: also return the largest |x|, an fp32 scalar on the device: what delayed scaling keeps, and
-      `weft.scale_from_amax` turns into the next `scale`. It is that of x itself also if a copy is rotated.
-    - `seed`: round stochastically, the same bytes for the same seed. Not for integers.
+    - `format`: a `Format`, a block name or a spec such as "e5m2:1x128:deepgemm". The NVFP4 training recipe uses
+      "nvfp4_16x16" for weights and "e2m1:nvfp4:te:hadamard-columnwise" for activations and (with a `seed`) gradients.
+    - `rowwise`, `columnwise`: the copies to make, from one read of x. The column-wise copy quantizes the transpose of
+      x viewed as [M, K].
+    - `scale`: a (decode) scale to use instead of computing one from x: one element for block "tensor", [M, 1] for block
+      "row" without a column-wise copy.
+    - `return_amax`: also return the largest |x|, an fp32 scalar on the device, for delayed scaling:
+      `weft.scale_from_amax` turns it into the next `scale`. It is the amax of x itself even if a copy is rotated.
+    - `seed`: round stochastically; equal seeds give equal bytes. Integer elements do not support it.
 
-    By the default convention (`te`) a block with an Inf gets the scale 1 and the Inf becomes the largest code, ±448 in
-    e4m3: the result is finite, but the block's other numbers are rounded with a scale that does not suit them. A NaN
-    stays NaN, except in int8 and int4, where it becomes 0. Other conventions make the whole block NaN, or zeros beside
-    the Inf: the table in `weft.quant.formats` has them all. `weft.any_nonfinite(x)` finds such numbers, and so does the
-    amax of `return_amax`.
+    In the default convention (`te`) a block with an Inf gets scale 1, and the Inf becomes the largest code, ±448 in
+    e4m3: the result is finite, but the block's other elements are rounded with an unsuitable scale. NaN stays NaN,
+    except in int8 and int4, where it becomes 0. Other conventions turn the whole block into NaN, or the elements beside
+    the Inf into zeros; see the table in `weft.quant.formats`. `weft.any_nonfinite(x)` detects such values, and so does
+    the amax of `return_amax`.
 
     >>> import torch, weft
     >>> x = torch.randn(64, 512, dtype=torch.bfloat16)
@@ -192,8 +192,8 @@ def quantize(
     f = Format.of(format)
     if f.hadamard == "rowwise":
         raise ValueError(
-            "quantize rotates column-wise copies, 'hadamard-columnwise': a tensor with a rotated row-wise copy is the "
-            "transpose of such a one"
+            "quantize rotates only column-wise copies: use 'hadamard-columnwise', and transpose the result to get a "
+            "rotated row-wise copy"
         )
     check_input("x", x, FLOATS[:3])
     check_copies(rowwise, columnwise)
@@ -203,12 +203,14 @@ def quantize(
         fits = {"tensor": scale.numel() == 1, "row": scale.numel() == rows and not columnwise}
         if not fits.get(f.block, False):
             raise ValueError(
-                f"a given scale is one number for block 'tensor', or [{rows}, 1] for block 'row' without a column-wise "
-                f"copy; got {tuple(scale.shape)} for block {f.block!r}"
+                f"scale must have one element for block 'tensor', or shape [{rows}, 1] for block 'row' without a "
+                f"column-wise copy; got {tuple(scale.shape)} for block {f.block!r}"
             )
         scale = scale.float()
     if seed is not None and (f.number.integer or not 0 <= whole("seed", seed) < 2**62):
-        raise ValueError("seed is for float elements and lies between 0 and 2**62 - 1")
+        raise ValueError(
+            f"seed needs float elements and a value from 0 to 2**62 - 1; got {seed} for {f.element}"
+        )
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     result = quantize_op(QuantizeArgs(x, options, seed)).result
     q = result.quantized(f.spec)
@@ -216,8 +218,8 @@ def quantize(
 
 
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers that a `QTensor` stands for, q * d in fp32 and rounded once to `dtype` (q's own by default). They
-    come from the row-wise copy if there is one; the gradient passes straight through.
+    """Dequantize a `QTensor`: q * d in fp32, rounded once to `dtype` (q's own by default). Reads the row-wise copy if
+    there is one; the gradient passes straight through.
 
     >>> import torch, weft
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()

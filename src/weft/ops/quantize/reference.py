@@ -1,4 +1,4 @@
-"""Quantization and its random bits in plain PyTorch: the definition of right."""
+"""PyTorch reference of quantization and of its random bits."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from .arguments import QuantizeArgs, QuantizeOutputs
 
 
 def quantize_reference(a: QuantizeArgs) -> QuantizeOutputs:
-    """The definition."""
-    x, to = a.x, a.result
-    assert to.format is not None
-    f = Format.of(to.format)
+    """Quantize in plain PyTorch; kernels must match it bit for bit."""
+    x, target = a.x, a.result
+    assert target.format is not None
+    f = Format.of(target.format)
     flat = x.reshape(count_rows(x), x.shape[-1])
     amax = amax_reference(flat)
-    options: dict[str, Any] = {"tensor_amax": amax, "scale": to.scale, "input_dtype": x.dtype}
-    turned, options_t, apart = flat, dict(options), f.hadamard is not None
-    if apart and to.columnwise:
+    options: dict[str, Any] = {"tensor_amax": amax, "scale": target.scale, "input_dtype": x.dtype}
+    rotated, options_t, own_global_scales = flat, dict(options), f.hadamard is not None
+    if own_global_scales and target.columnwise:
         padded = F.pad(flat, (0, 0, 0, f.length(len(flat), "columnwise") - len(flat)))
-        turned = hadamard_reference(padded.t()).to(x.dtype).t()
-        options_t["tensor_amax"] = amax_reference(turned)
+        rotated = hadamard_reference(padded.t()).to(x.dtype).t()
+        options_t["tensor_amax"] = amax_reference(rotated)
     if a.seed is not None:
         options["random"] = philox_reference(a.seed, flat.shape, 0, x.device)
-        options_t["random"] = philox_reference(a.seed, turned.shape, 0 if _shares_codes(f) else 1, x.device)
-    row, _ = quantize_copies(flat, f, rowwise=to.rowwise, columnwise=False, **options)
-    _, col = quantize_copies(turned, f, rowwise=False, columnwise=to.columnwise, **options_t)
-    return QuantizeOutputs(Result.of(stand_in(x), (row, col), amax if to.return_amax else None, apart))
+        options_t["random"] = philox_reference(a.seed, rotated.shape, 0 if _shares_codes(f) else 1, x.device)
+    row, _ = quantize_copies(flat, f, rowwise=target.rowwise, columnwise=False, **options)
+    _, col = quantize_copies(rotated, f, rowwise=False, columnwise=target.columnwise, **options_t)
+    return QuantizeOutputs(
+        Result.of(stand_in(x), (row, col), amax if target.return_amax else None, own_global_scales)
+    )
 
 
 def _shares_codes(format: Format) -> bool:
-    """Whether both copies hold the same codes, and so round with the same random numbers."""
+    """Return whether both copies hold the same codes, and therefore round with the same random bits."""
     return format.square > 0 or format.block == "tensor"
 
 
 def philox_reference(seed: int, shape: Sequence[int], which: int, device: torch.device) -> Tensor:
-    """The first word of Philox4x32-10 for each element of a [rows, cols] tensor, in int64."""
+    """Return the first Philox4x32-10 word of each element of a [rows, cols] tensor, as int64."""
     mask = 0xFFFFFFFF
     rows, cols = shape
     c0 = torch.arange(cols, device=device).expand(rows, cols)
@@ -60,8 +62,8 @@ def philox_reference(seed: int, shape: Sequence[int], which: int, device: torch.
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The high and low 32 bits of a product of 32-bit numbers held in int64. One factor is split, since the
-    whole product would overflow int64."""
+    """Return the high and low 32 bits of a product of 32-bit integers held in int64. One factor is split because the
+    full product would overflow int64."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,7 +1,7 @@
-// cp.async: copies from global to shared memory that go on while the thread does.
+// cp.async: copies from global to shared memory that run while the thread continues.
 //
-// The copies of a warp are one agent. Its time counts groups: copies that are not committed yet have the time of the group that
-// the next commit closes. Groups complete in order, so waiting for one means to know all times up to its own.
+// The copies of a warp are one agent. Its time counts groups: uncommitted copies have the time of the group that the next
+// commit closes. Groups complete in order, so waiting for one means knowing all times up to its own.
 #pragma once
 #include "memory.h"
 
@@ -10,7 +10,7 @@ namespace gpu {
 struct Copy {
   u32 to[LANES];
   u64 from[LANES];
-  u8 given[LANES];  // bytes that come from global memory; the rest is zero
+  u8 given[LANES];  // bytes read from global memory; the rest is zero
   u32 lanes, bytes;
 };
 
@@ -24,7 +24,7 @@ static void deliver_copy(Block &b, Pending &p) {
   free(&copy);
 }
 
-// Operands: where to, where from, how many bytes are given. The immediate has two offsets of 32 bits: of `to` and of `from`.
+// Operands: destination, source, how many bytes are given. The immediate has two 32-bit offsets: of `to` and of `from`.
 template <u32 BYTES> static void copy(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   const u32 *to = w.words(i, 0), *given = w.words(i, 2);
@@ -56,7 +56,7 @@ template <u32 BYTES> static void copy(Warp &w, const Instruction &i) {
     if (reads) read_global(w, i, source, BYTES, reads);
     GPU_EACH_LANE(lanes, lane) {
       shadow_write(w, lane, copy->to[lane], nullptr, BYTES, stamp(b.agent_time[agent], i.number, lane, agent));
-      // Whoever looks before the copy has arrived shall not see something useful.
+      // A read before the copy has arrived must not see anything useful.
       __builtin_memset(b.shared + (copy->to[lane] - SHARED_BASE), 0xA5, BYTES);
     }
   }
@@ -67,7 +67,7 @@ template <u32 BYTES> static void copy(Warp &w, const Instruction &i) {
 
 static void commit_copies(Warp &w, const Instruction &) { ++w.block->agent_time[COPIES + w.number]; }
 
-// All copies of the warp up to a time have arrived.
+// Marks all copies of the warp up to a time as arrived.
 static void copies_arrive(Warp &w, Time time) {
   Block &b = *w.block;
   u32 left = 0;
@@ -80,7 +80,7 @@ static void copies_arrive(Warp &w, Time time) {
   if (w.clocks->copies_waited < time) w.clocks->copies_waited = time;
 }
 
-// The immediate says how many of the last groups may still be under way.
+// The immediate is the number of latest groups that may still be pending.
 static void wait_for_groups(Warp &w, const Instruction &i) {
   const Time open = w.block->agent_time[COPIES + w.number];
   if (open > w.block->began + i.immediate) copies_arrive(w, open - 1 - (Time)i.immediate);

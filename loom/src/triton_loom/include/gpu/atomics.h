@@ -1,10 +1,10 @@
-// atom and red: a lane after another, in the order of the lanes; in global memory indivisible among blocks as well.
+// atom and red: lane by lane, in order; in global memory atomic among blocks as well.
 #pragma once
 #include "memory.h"
 
 namespace gpu {
 
-// Registers of a kind of value, and what is done with it. A packed pair is added half by half.
+// Registers of a kind of value, and its operations. A packed pair is added half by half.
 template <class T> struct Raw { typedef T type; };
 template <> struct Raw<f32> { typedef u32 type; };
 template <> struct Raw<f64> { typedef u64 type; };
@@ -28,7 +28,7 @@ template <class F> LOOM_INLINE Pair<F> sum(Pair<F> a, Pair<F> b) {
   return {ptx::pairs<u16>([](u16 x, u16 y) { return sum16<F>(x, y); }, a.codes, b.codes)};
 }
 
-// In global memory: subnormal numbers are zeros, in what is added and in the sum (PTX ISA, atom).
+// In global memory, subnormal operands and sums are flushed to zero (PTX ISA, atom).
 LOOM_INLINE f32 flushed(f32 x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 struct AddFlushed { static f32 of(f32 old, f32 x, f32) { return flushed(sum(flushed(old), flushed(x))); } };
 struct Add { template <class T> static T of(T old, T x, T) { return sum(old, x); } };
@@ -52,8 +52,8 @@ template <Space SPACE, class Op, class T> LOOM_INLINE typename Raw<T>::type upda
   }
 }
 
-// Operands: old values, address, new values, and for cas what is stored after those. An instruction acts on `count`
-// neighbouring elements (.v2, .v4), each indivisible by itself. `red` has sinks for the old values.
+// Operands: old values, address, new values, and for cas the values to store after those. An instruction acts on
+// `count` neighboring elements (.v2, .v4), each atomic by itself. `red` has sinks for the old values.
 template <Space SPACE, class Op, class T> static void atomic(Warp &w, const Instruction &i) {
   typedef typename Raw<T>::type U;
   typedef integer<(sizeof(U) < 4 ? 4 : sizeof(U)), false> Slot;
@@ -87,7 +87,7 @@ template <Space SPACE, class Op, class T> static void atomic(Warp &w, const Inst
       changed |= before ^ *(const U *)at;
     }
   }
-  if (changed) w.block->happened();  // else it may be waiting for somebody else to change it
+  if (changed) w.block->happened();  // otherwise it may be polling for somebody else's change
 }
 
 static const Named ATOMICS_TABLE[] = {

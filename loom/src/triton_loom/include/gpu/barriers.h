@@ -1,11 +1,11 @@
-// Barriers of a block by number, and the synchronisation of a warp's lanes.
+// Numbered barriers of a block, and synchronization of a warp's lanes.
 #pragma once
 #include "control.h"
 #include "clocks.h"
 
 namespace gpu {
 
-// Everybody that waits at the barrier goes on, knowing what all who came to it knew.
+// Releases all waiting warps; each then knows what all that arrived knew.
 LOOM_NOINLINE void open_barrier(Block &b, u32 number) {
   Barrier &barrier = b.barriers[number];
   for (u32 waiting = barrier.waiting; waiting; waiting &= waiting - 1) {
@@ -19,7 +19,7 @@ LOOM_NOINLINE void open_barrier(Block &b, u32 number) {
   b.happened();
 }
 
-// The threads of a warp come to a barrier; false if there is no such barrier.
+// The threads of a warp arrive at a barrier; false if there is no such barrier.
 LOOM_INLINE bool arrive(Warp &w, const Instruction &i, u32 number, u32 threads) {
   Block &b = *w.block;
   const u32 lane = first_lane(w.mask);
@@ -39,13 +39,13 @@ LOOM_INLINE void open_if_all_came(Block &b, u32 number) {
   if (barrier.arrived >= (barrier.expected ? barrier.expected : b.thread_count)) open_barrier(b, number);
 }
 
-// Operands: number of the barrier, how many threads it is for (0: all of the block).
+// Operands: number of the barrier, number of threads that it expects (0: the whole block).
 template <bool ALIGNED> static void barrier_sync(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   if (ALIGNED) expect_whole(w, i);
   const u32 lane = first_lane(w.mask), number = w.words(i, 0)[lane], threads = w.words(i, 1)[lane];
   if (!arrive(w, i, number, threads)) return;
-  if (w.mask != w.active) {  // its guard holds in some lanes: they wait, the others go on
+  if (w.mask != w.active) {  // its guard holds in some lanes only: they wait, the others continue
     part(w, w.mask, i.number, i.number + 1, i.number + 1);
     for (u32 k = 0; k < w.fragments_used; ++k) {
       Fragment &f = w.fragments[k];

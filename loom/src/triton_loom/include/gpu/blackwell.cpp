@@ -1,4 +1,4 @@
-// What sm_100 has beside the warps, as a library of handlers: tensor memory, and the products and copies that write it.
+// Library of handlers for sm_100's asynchronous units: tensor memory, and the products and copies that write it.
 #include "tcgen05.h"
 #include "tensor_memory.h"
 

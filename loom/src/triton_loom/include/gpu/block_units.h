@@ -1,4 +1,4 @@
-// The units of a block: made when the kernel first uses one, cleared when a block is over.
+// The units of a block: created when the kernel first uses one, cleared at the end of a block.
 #pragma once
 #include "units.h"
 

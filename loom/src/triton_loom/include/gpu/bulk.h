@@ -1,9 +1,9 @@
 // Bulk copies of tiles between global and shared memory, described by a tensor map (TMA).
 //
 // A load writes its box to shared memory row after row, the innermost dimension first, each chunk of 16 bytes where the
-// swizzle puts it; elements outside of the tensor are zeros (or NaN, if the map says so) and count as bytes all the same. An
-// mbarrier counts the bytes when they have arrived. A store reads the box and writes those elements that are inside. It
-// belongs to a group of the thread that begins it; the thread can wait until its groups have been read, or written.
+// swizzle puts it; elements outside the tensor are zeros (or NaN, if the map says so) and still count as bytes. An
+// mbarrier counts the bytes when they have arrived. A store reads the box and writes the elements that are inside. It
+// belongs to a group of the thread that issues it; the thread can wait until its groups have been read, or written.
 #pragma once
 #include "atomics.h"
 #include "counters.h"
@@ -17,9 +17,9 @@ namespace gpu {
 
 struct TileRow {
   u32 shared;         // its first byte, before the swizzle
-  u64 global;         // where its first element would lie
+  u64 global;         // the address of its first element, which may be outside
   u32 bytes;          // of the whole row
-  u32 begin, end;     // the bytes of it that are inside of the tensor
+  u32 begin, end;     // the bytes of the row that are inside the tensor
 };
 
 LOOM_INLINE u32 row_bytes(const TensorMap &map) { return map.box[0] * (u32)element_bits(map.type) / 8; }
@@ -60,7 +60,7 @@ template <class F> LOOM_INLINE void each_chunk(const BulkCopy &copy, const TileR
 
 // ---- beginning one --------------------------------------------------------------------------------------
 
-// What all bulk copies check before they begin. `to_global`: it writes there.
+// Checks of all bulk copies before they begin. `to_global`: it writes to global memory.
 template <bool TO_GLOBAL> static bool can_begin(Warp &w, const Instruction &i, const BulkCopy &copy) {
   const u32 end = SHARED_BASE + w.block->shared_bytes, bytes = box_bytes(copy);
   if (copy.address % 128) return found(w, MISALIGNED, i.number, copy.lane, copy.address), false;
@@ -77,7 +77,7 @@ template <bool TO_GLOBAL> static bool can_begin(Warp &w, const Instruction &i, c
   return fine;
 }
 
-// Counted as one request that asks for the rows of the tile, as far as they lie inside of the tensor.
+// Counted as one request for the rows of the tile, as far as they are inside the tensor.
 static void count_tile(Warp &w, const Instruction &i, const BulkCopy &copy) {
   if (!w.block->worker->counts) return;
   Counts &c = w.block->worker->counts[i.number];
@@ -89,8 +89,8 @@ static void count_tile(Warp &w, const Instruction &i, const BulkCopy &copy) {
   });
 }
 
-// The immediate: the offset of the shared address in the low 32 bits, the rank from bit 32, in bit 40 whether rows are named
-// one by one, and from bit 48 which reduction it is.
+// The immediate: the offset of the shared address in the low 32 bits, the rank from bit 32, in bit 40 whether rows are
+// listed individually, and from bit 48 the reduction.
 static BulkCopy *new_copy(Warp &w, const Instruction &i, u32 lane, u32 address, u64 map, u32 first_coordinate) {
   const u32 rank = (u32)(i.immediate >> 32 & 255);
   const bool scattered = i.immediate >> 40 & 1;
@@ -134,7 +134,7 @@ static void deliver_load(Block &b, Pending &p) {
   free(&copy);
 }
 
-// Operands: where to, map, mbarrier, coordinates.
+// Operands: destination, map, mbarrier, coordinates.
 static void load_tile(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   GPU_EACH_LANE(w.mask, lane) {
@@ -157,7 +157,7 @@ static void load_tile(Warp &w, const Instruction &i) {
         if (row.end > row.begin) read_global(w, i, from, row.end - row.begin, 1u << lane);
         each_chunk(*copy, row, [&](u32 address, u32) {
           writes.chunk(address);
-          // Whoever looks before the tile has arrived shall not see something useful.
+          // A read before the tile has arrived must not see anything useful.
           __builtin_memset(b.shared + (address - SHARED_BASE), 0xA5, CHUNK);
         });
       });
@@ -184,7 +184,7 @@ template <class Op, class T> static void reduce_all(u8 *to, const u8 *from, u32 
     update<GLOBAL, Op, T>(to + k, x, x);
   }
 }
-// By the numbers of a packed format, as minima and maxima need them.
+// By the values of a packed format, as minima and maxima need them.
 template <class F> struct Ordered {
   u16 code;
   bool operator<(Ordered other) const { return ptx::decode<F>(code) < ptx::decode<F>(other.code); }
@@ -192,7 +192,7 @@ template <class F> struct Ordered {
 };
 template <class F> struct Raw<Ordered<F>> { typedef u16 type; };
 
-// What a reduction does to neighbouring elements in memory; false if there is none for this type.
+// Applies a reduction to neighboring elements in memory; false if there is none for this type.
 static bool reduce_elements(Reduction reduction, ElementType type, u8 *to, const u8 *from, u32 bytes) {
 #define GPU_REDUCE(REDUCTION, OP, TYPE, T) \
   if (reduction == REDUCTION && type == ElementType::TYPE) return reduce_all<OP, T>(to, from, bytes), true;
@@ -216,7 +216,7 @@ static bool reduce_elements(Reduction reduction, ElementType type, u8 *to, const
   return false;
 }
 
-// The tile is read and written.
+// Reads and writes the tile.
 static void move_store(Block &b, BulkCopy &copy) {
   const Instruction &i = *copy.instruction;
   Warp &w = b.warps[copy.warp];
@@ -243,7 +243,7 @@ static void finish_store(Block &b, BulkCopy &copy) {
   free(&copy);
 }
 
-// Operands: map, where from, coordinates.
+// Operands: map, source, coordinates.
 static void store_tile(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   GPU_EACH_LANE(w.mask, lane) {
@@ -278,8 +278,8 @@ static void commit_stores(Warp &w, const Instruction &) {
     if (!copy->group && w.mask >> copy->lane & 1) copy->group = own.committed[copy->lane];
 }
 
-// The immediate says how many of the last groups may still be under way. What has been read is written as well here: a store
-// is as late as it may be when it is waited for.
+// The immediate is the number of latest groups that may still be pending. Waiting for the read also performs the write
+// here: a store happens as late as allowed, which is when it is waited for.
 static void wait_for_stores(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   auto &own = units_of(b).of[w.number];
@@ -303,7 +303,7 @@ static void wait_for_stores(Warp &w, const Instruction &i) {
 
 static void end_units(Block &b) {
   Units &units = *b.units;
-  const bool left = b.live_threads == 0;  // else it is deadlocked, and that is reported
+  const bool left = b.live_threads == 0;  // otherwise it is deadlocked, which is reported
   for (u32 k = 0; k < b.warp_count; ++k) {
     auto &own = units.of[k];
     for (BulkCopy *copy : own.stores) {

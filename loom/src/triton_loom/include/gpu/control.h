@@ -1,14 +1,14 @@
-// Where a warp goes on: branches, lanes that part and meet again, the end of the kernel.
+// Control flow of a warp: branches, divergence and reconvergence of lanes, the end of the kernel.
 //
-// Lanes that a branch parts meet again at its immediate post-dominator, the first place that all of their ways pass. Each
-// part is a fragment of the warp that runs on its own: while one waits at a barrier, another may go on.
+// Lanes that diverge at a branch reconverge at its immediate post-dominator, the first instruction on all of their paths.
+// Each part is a fragment of the warp that runs independently: while one waits at a barrier, another may continue.
 #pragma once
 #include "machine.h"
 
 namespace gpu {
 
-// After how many backward branches others may run: somebody may be waiting for their stores. A long loop counts more than once
-// for each turn, so that it takes milliseconds at most.
+// Number of backward branches after which others may run: they may wait for this warp's stores. Each turn of a long loop
+// counts more than once, so that this takes milliseconds at most.
 constexpr u32 TURN = 4096, LONG_LOOP = 64;
 
 LOOM_INLINE void suspend(Warp &w) {
@@ -21,7 +21,7 @@ LOOM_INLINE void resume(Warp &w, u32 number) {
   w.pc = f.pc, w.active = f.lanes, w.reconverge = f.reconverge;
 }
 
-// The next fragment that can go on, if there is one.
+// The next fragment that can continue, if there is one.
 LOOM_NOINLINE bool resume_any(Warp &w) {
   for (u32 k = w.fragments_used; k-- > 0;)
     if (w.fragments[k].state == READY) return resume(w, k), true;
@@ -35,8 +35,8 @@ static u32 new_fragment(Warp &w) {
   return w.fragments_used++;
 }
 
-// The current fragment is over: its lanes have come to where it ends, or have left the kernel. The last of several lets
-// the one go on that they were parted from; where no lane of that is left, it is over as well.
+// Ends the current fragment: its lanes have reached its end, or have left the kernel. The last fragment of several resumes
+// the one that they were split from; if no lane of that is left, it ends as well.
 LOOM_NOINLINE void finish(Warp &w) {
   u32 number = w.current;
   for (;;) {
@@ -74,7 +74,7 @@ static void branch(Warp &w, const Instruction &i) {
   else part(w, w.mask, i.target, i.number + 1, i.reconverge);
 }
 
-// brx.idx: by a table of targets, which follow the index among the operands as numbers, not as registers.
+// brx.idx: a table of targets, which follow the index among the operands as numbers, not as registers.
 static void branch_by_index(Warp &w, const Instruction &i) {
   const u32 *index = w.words(i, 0);
   u32 rest = w.mask;
@@ -85,7 +85,7 @@ static void branch_by_index(Warp &w, const Instruction &i) {
     w.pc = i.operands[1 + first];
     return;
   }
-  // One target at a time is parted from the others, which come back here.
+  // One target at a time is split from the others, which come back here.
   u32 taken = 0;
   for (u32 lanes = rest; lanes; lanes &= lanes - 1)
     if (index[first_lane(lanes)] == first) taken |= lanes & (0u - lanes);

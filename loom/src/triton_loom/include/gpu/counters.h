@@ -1,7 +1,7 @@
-// What a launch asks of memory, counted by instruction: sectors of global memory, wavefronts of shared memory.
+// Memory traffic of a launch, counted by instruction: sectors of global memory, wavefronts of shared memory.
 //
-// Counting looks at the registers of an instruction before its handler does: no handler knows of it, and a launch that
-// is not counted has nothing to do with it. What copies on its own, row by row, counts by `count_run` in its handler.
+// Counting reads an instruction's registers before its handler does: handlers need not know of it, and a launch without
+// counters pays nothing. Bulk copies, which proceed row by row, count by `count_run` in their handlers.
 #pragma once
 #include "machine.h"
 
@@ -28,13 +28,13 @@ struct Counts {  // mirrored in emulator/counters.py
 
 LOOM_INLINE u64 sectors_of(u64 bytes) { return (bytes + SECTOR - 1) / SECTOR; }
 
-// Neighbouring bytes of global memory.
+// Contiguous bytes of global memory.
 LOOM_INLINE void count_run(Counts &c, u64 address, u64 bytes) {
   c.sectors += (address + bytes - 1) / SECTOR - address / SECTOR + 1;
   c.least_sectors += sectors_of(bytes);
 }
 
-// Bytes anywhere. The least is what they would take side by side, each of them once however many lanes ask for it.
+// Scattered bytes. The minimum is the cost of the same bytes side by side, each once however many lanes request it.
 LOOM_NOINLINE void count_scattered(Counts &c, const u64 *address, u32 bytes, u32 lanes) {
   u64 sectors[2 * LANES];
   u32 touched[2 * LANES];  // a bit for each byte
@@ -71,8 +71,8 @@ LOOM_INLINE void count_global(Counts &c, const u64 *address, u32 bytes, u32 lane
     in_a_row |= (address[lane] - (u64)lane * bytes - origin) & here;
     same |= (address[lane] - address[first]) & here;
   }
-  const u32 neighbours = lanes >> first;
-  if (!in_a_row && !(neighbours & (neighbours + 1)))
+  const u32 neighbors = lanes >> first;
+  if (!in_a_row && !(neighbors & (neighbors + 1)))
     count_run(c, address[first], (u64)bytes * (u32)__builtin_popcount(lanes));
   else if (!same) count_run(c, address[first], bytes);
   else count_scattered(c, address, bytes, lanes);
@@ -80,7 +80,8 @@ LOOM_INLINE void count_global(Counts &c, const u64 *address, u32 bytes, u32 lane
 
 // ---- shared memory --------------------------------------------------------------------------------------
 
-// The most different places that some lanes want of one slot. A place is as wide as an access; a slot is its banks.
+// The maximum number of different places that some lanes want in one slot. A place is as wide as an access; a slot is its
+// banks.
 template <u32 SLOTS> LOOM_NOINLINE u32 most_in_a_slot(const u32 *place, u32 lanes) {
   u32 kept[SLOTS][SLOTS];
   u32 count[SLOTS] = {}, most = 0;
@@ -94,7 +95,7 @@ template <u32 SLOTS> LOOM_NOINLINE u32 most_in_a_slot(const u32 *place, u32 lane
   return most;
 }
 
-// SLOTS lanes are served together, as many as can have 128 bytes.
+// SLOTS lanes are served together, as many as fit in 128 bytes.
 template <u32 SLOTS> LOOM_INLINE void count_wavefronts(Counts &c, const u32 *address, u32 lanes) {
   u32 place[LANES], slot[LANES];
   for (u32 lane = 0; lane < LANES; ++lane) {
@@ -150,7 +151,7 @@ LOOM_INLINE void count(Warp &w, const Instruction &i) {
   if (counting.how) count_request(w, i, counting, w.block->worker->counts[i.number]);
 }
 
-// What a worker has counted, added to what others have.
+// Adds a worker's counts to the launch's.
 static void add_counts(Launch &launch, const Counts *counts) {
   const u64 *from = (const u64 *)counts;
   u64 *to = (u64 *)launch.counts;

@@ -1,14 +1,14 @@
 // The shadow of global memory: races between the threads of a block, and between the blocks of a launch.
 //
-// Of each word of four bytes the last write and the last read are kept: by which block, when, by which thread; of several
-// blocks that have read it also the one with the lowest number. Blocks are numbered through all launches of the process, so
+// The shadow keeps the last write and the last read of each 4-byte word: by which block, when, by which thread; if several
+// blocks have read it, also the one with the lowest number. Blocks are numbered through all launches of the process, so
 // that nothing has to be cleared in between. Two accesses of different blocks, one of which writes, race unless a release
 // and an acquire order them (synchronization.h), or both are strong and of a scope that includes the other: relaxed atomics
 // on one word do not race with each other, and order nothing else. Blocks that store the same value race as well; threads
-// of one block do not, since Triton lets all owners of a replicated value store it.
+// of one block do not, because Triton lets all owners of a replicated value store it.
 //
-// Most accesses are to 16 bytes at a multiple of that. As long as a launch accesses such a line as a whole, it has a cell
-// like that of a word; the first other access during the launch splits it, and from then on its four words have cells.
+// Most accesses are to 16 aligned bytes. As long as a launch accesses such a line as a whole, it has one cell like that of
+// a word; the first other access during the launch splits it, and from then on its four words have cells.
 #pragma once
 #include "shadow.h"
 #include "synchronization.h"
@@ -29,20 +29,20 @@ enum Written : u32 {
 };
 constexpr u32 THREAD_BITS = 10;
 
-// Of the blocks that have read a word the one with the lowest number in the launch, and in the high four bits which bytes
-// it has read: rows of bf16 may end in the middle of a word, whose halves belong to two blocks. Blocks from the limit on
-// share a number, and races between them are not seen.
+// The block with the lowest number in the launch that has read a word, and in the high four bits which bytes it has read:
+// rows of bf16 may end in the middle of a word, whose halves belong to two blocks. Blocks from the limit on share a number;
+// races between them are not detected.
 constexpr u32 FIRST_LIMIT = (1u << 28) - 1;
 LOOM_INLINE u32 first_reader(u64 linear, u32 bytes) {
   return (u32)(linear < FIRST_LIMIT ? linear : FIRST_LIMIT) | bytes << 28;
 }
 LOOM_INLINE u32 block_of(u32 first) { return first & FIRST_LIMIT; }
 LOOM_INLINE u32 bytes_of(u32 first) { return first >> 28; }
-// Of two readers of a word.
+// Merges two readers of a word.
 LOOM_INLINE u32 earlier_reader(u32 one, u32 other) {
   return block_of(one) == block_of(other) ? one | other : block_of(one) < block_of(other) ? one : other;
 }
-// Strong reads leave it as it is: none of them needs an order to the strong writes that most such words have.
+// Strong reads leave it unchanged: they need no order to the strong writes that most such words have.
 constexpr u32 NO_READER = FIRST_LIMIT;
 LOOM_INLINE u32 who(u32 instruction, u32 thread) { return instruction << THREAD_BITS | thread; }
 
@@ -54,7 +54,7 @@ struct Page {
   Cell *line_writes, *line_reads;  // of lines
   u32 *split;                      // of lines: the first block of the launch that has split it
 };
-// All of it is shared by the workers; a page is entered once and stays until the table is emptied between launches.
+// Everything here is shared by the workers; a page is entered once and stays until the table is emptied between launches.
 struct GlobalShadow {
   Page pages[TABLE];
   u32 used;
@@ -101,7 +101,7 @@ LOOM_NOINLINE Page *find_page(GlobalShadow &g, u64 key) {
     __atomic_store_n(&g.lock, 0, __ATOMIC_RELEASE);
     if (page.key == key) return &page;
   }
-  return nullptr;  // more memory than the table has room for: it is not watched
+  return nullptr;  // the table is full: this memory is not watched
 }
 LOOM_INLINE Page *page_of(Worker &worker, u64 address) {
   const u64 key = address / PAGE + 1;
@@ -111,7 +111,7 @@ LOOM_INLINE Page *page_of(Worker &worker, u64 address) {
   return page;
 }
 
-// Before cells of words are used. Those of lines from earlier launches say nothing, as those of words.
+// Called before cells of words are used. Cells from earlier launches mean nothing.
 LOOM_INLINE void split_line(Page &page, u32 word, u32 begun) {
   const u32 line = word / 4;
   if (__builtin_expect(page.split[line] == begun, 1)) return;
@@ -147,7 +147,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruc
   Finding f = {GLOBAL_RACE, instruction, c.who >> THREAD_BITS, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, id, sizeof id);
-  // It is one race, whoever came second here: the later block is named first, or the later instruction.
+  // It is one race, whichever access came second here: the later block is named first, or the later instruction.
   if (linear > b.linear || (linear == b.linear && f.other_instruction > f.instruction)) {
     f.order = linear;
     f.instruction = c.who >> THREAD_BITS, f.other_instruction = instruction;
@@ -160,7 +160,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_global_race(Warp &w, u32 instruc
 
 // ---- one access -----------------------------------------------------------------------------------------
 
-// The bytes of a word that an access from `address` to `end` has.
+// The bytes of a word that an access from `address` to `end` covers.
 LOOM_INLINE u32 bytes_in_word(u64 word, u64 address, u64 end) {
   const u32 from = address > word ? (u32)(address - word) : 0, to = end < word + 4 ? (u32)(end - word) : 4;
   return ((1u << to) - 1) & ~((1u << from) - 1);
@@ -177,7 +177,7 @@ LOOM_INLINE void read_word(Warp &w, const Instruction &i, u32 lane, Page &page, 
   read = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), first};
 }
 
-// Whether another block has read it, of which nothing is known, the one with the lowest number.
+// Whether another block, of which nothing is known, has read it; if so, the one with the lowest number.
 LOOM_INLINE bool read_by_others(const Warp &w, u32 lane, const Cell &read) {
   const Block &b = *w.block;
   if (read.block < b.launch->first_block || block_of(read.first) == block_of(first_reader(b.linear, 0))) return false;
@@ -208,7 +208,7 @@ LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page,
       return;
     }
   } else if (bytes == 15 && read.block >= begun) {
-    read.block = 0;  // whoever comes after this write comes after those reads
+    read.block = 0;  // whatever comes after this write comes after those reads
   }
   written = {block, w.clocks->own << 4 | bytes, who(i.number, w.thread(lane)), 0};
 }
@@ -226,8 +226,8 @@ template <class F> LOOM_INLINE void each_word(Warp &w, u64 address, u32 bytes, F
 // ---- what the lanes of an instruction do ----------------------------------------------------------------
 
 LOOM_INLINE u32 number_of(const Block &b) { return b.launch->first_block + (u32)b.linear; }
-// Whole words that nobody has touched during this launch, which is what most accesses meet: one entry for all of them.
-// With READS, others may have read them before; the first of them stays known.
+// The common case: whole words that nobody has touched during this launch, with one entry for all of them. With READS,
+// others may have read them before; the first reader stays known.
 template <u32 COUNT, bool READS>
 LOOM_INLINE bool enter_cells(Cell *writes, Cell *reads, u32 at, u32 begun, u32 block, u32 own, u32 when, u32 by) {
   bool written = false, read = false;
@@ -259,7 +259,7 @@ LOOM_INLINE bool enter_untouched(Page &page, u32 at, u32 begun, u32 block, u32 o
   }
 }
 
-// The page that all of the lanes access, if it is one and they access whole words, or whole lines if that is what they want.
+// The page that all lanes access, if it is a single one and they access whole words (or whole lines, if requested).
 LOOM_INLINE Page *one_page(Warp &w, const u64 *address, u32 bytes, u32 lanes) {
   const Extent e = extent_of(address, lanes);
   if (e.bits & (bytes - 1) || e.low / PAGE != (e.high + bytes - 1) / PAGE) return nullptr;
@@ -290,7 +290,7 @@ LOOM_NOINLINE void read_global(Warp &w, const Instruction &i, const u64 *address
   }
 }
 
-// Lane after lane, each store before the next check: two lanes may mean the same bytes.
+// Lane by lane, each store before the next check: two lanes may access the same bytes.
 template <u32 COUNT>
 LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride, u32 bytes,
                              u32 lanes) {
@@ -324,7 +324,7 @@ LOOM_NOINLINE void write_global(Warp &w, const Instruction &i, const u64 *addres
 
 // ---- strong operations ----------------------------------------------------------------------------------
 
-// Loads and stores that are relaxed or stronger, and atomic operations. What the model says of them is in synchronization.h.
+// Relaxed or stronger loads and stores, and atomic operations. The memory model is described in synchronization.h.
 struct StrongAccess {
   Warp &w;
   const Instruction &i;
@@ -358,7 +358,7 @@ struct StrongAccess {
   void acquire(const Release &from);
 };
 
-// A release that this access reads from, directly or through others: at once, or when the thread comes to a fence.
+// Acquires a release that this access reads from, directly or through others: at once, or at the thread's next fence.
 inline void StrongAccess::acquire(const Release &from) {
   const u32 thread = w.thread(lane);
   if (from.block == block() ? from.thread == thread : from.narrow || narrow()) return;
@@ -372,8 +372,8 @@ inline void StrongAccess::acquire(const Release &from) {
   h.unfenced.push(a);
 }
 
-// What a location hands on from here: of `Written`. It is what the access itself releases, if that is all: it has acquired
-// what was released before, or there is nothing.
+// What a location publishes from here on, of `Written`: only the access's own release if it has acquired what was
+// released before, or if nothing was.
 __attribute__((noinline)) inline u32 StrongAccess::hand_on(const Cell &written, u64 location) {
   const u32 begun = w.block->launch->first_block, handed_on = written.first & (RELEASED | RELEASES_LISTED);
   const bool found = written.block >= begun && handed_on && is_strong_with_write(written);
@@ -395,13 +395,13 @@ __attribute__((noinline)) inline u32 StrongAccess::hand_on_lists(const Cell &wri
   if (reads)
     for (const Release &r : found) acquire(r);
   if (!writes) return found.release(), 0;
-  // A store ends what an atomic operation hands on, but for releases of the same thread.
+  // A store ends the release sequence of an atomic operation, except for releases of the same thread.
   Vec<Release> kept = {};
   for (const Release &r : found) {
     const bool known = reads && acquires() && releases() && (r.block == block() || (!r.narrow && !narrow()));
     if ((reads || is_own(r)) && !known && !(is_own(r) && releases())) kept.push(r);
   }
-  for (u32 scope = 0; scope < 2 && !releases(); ++scope)  // fences before a write that is no release itself
+  for (u32 scope = 0; scope < 2 && !releases(); ++scope)  // fences before a write that is not a release itself
     if (const Time time = w.clocks->released[scope][lane]; time >= w.block->began) {
       for (u32 k = kept.count; k-- > 0;)
         if (is_own(kept[k]) && kept[k].narrow >= scope && kept[k].time <= time) kept.remove(k);
@@ -443,7 +443,7 @@ LOOM_INLINE void touch_strongly(Warp &w, const Instruction &i, u32 lane, u64 add
   StrongAccess access = {w, i, lane, reads, writes};
   each_word(w, address, bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS { access.word(page, word, which); });
 }
-// Around a release: what the lanes know is kept, and what they do next is later.
+// Around a release: the lanes' knowledge is saved, and their next accesses are later.
 LOOM_INLINE void begin_release(Warp &w, const Instruction &i) {
   if (i.flags & RELEASES) keep_snapshot(w);
 }
@@ -455,7 +455,7 @@ LOOM_NOINLINE void update_global(Warp &w, const Instruction &i, const u64 *addre
   GPU_EACH_LANE(lanes, lane) touch_strongly(w, i, lane, address[lane], bytes, true, true);
   end_release(w, i);
 }
-// A comparison and a store, which takes place if it `succeeds`.
+// A comparison and a store, which is performed if it `succeeds`.
 LOOM_NOINLINE void compare_global(Warp &w, const Instruction &i, u32 lane, u64 address, u32 bytes, bool succeeds) {
   begin_release(w, i);
   touch_strongly(w, i, lane, address, bytes, true, succeeds);
@@ -474,7 +474,7 @@ LOOM_NOINLINE void write_global_strongly(Warp &w, const Instruction &i, const u6
   end_release(w, i);
 }
 
-// fence and membar: strong writes that follow hand on what came before; strong reads before it acquire.
+// fence and membar: following strong writes publish what came before; preceding strong reads acquire.
 static void fence(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   if (!b.checks) return;

@@ -1,5 +1,5 @@
-// What sm_90 has beside the warps, as a library of handlers: mbarriers, bulk copies of tiles, products of warp groups; and
-// how sm_100's products arrive at an mbarrier.
+// Library of handlers for sm_90's asynchronous units: mbarriers, bulk copies of tiles, products of warp groups; and for
+// the arrival of sm_100's products at an mbarrier.
 #include "bulk.h"
 #include "maps.h"
 #include "mbarrier.h"

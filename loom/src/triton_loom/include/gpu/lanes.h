@@ -1,10 +1,10 @@
-// Instructions between the lanes of a warp: shuffles, votes, reductions, the election of a lane.
+// Instructions across the lanes of a warp: shuffles, votes, reductions, elections.
 #pragma once
 #include "scalar.h"
 
 namespace gpu {
 
-// The lanes that an instruction names as its members must be there, all of them.
+// All lanes that an instruction names as members must execute it.
 LOOM_INLINE void expect_members(Warp &w, const Instruction &i, const u32 *members) {
   const u32 lane = first_lane(w.mask);
   if (__builtin_expect((members[lane] & w.live) != w.mask, 0)) found(w, SPLIT_WARP, i.number, lane);
@@ -12,7 +12,7 @@ LOOM_INLINE void expect_members(Warp &w, const Instruction &i, const u32 *member
 
 enum Shuffle { BUTTERFLY, UP, DOWN, INDEX };
 
-// Operands: result, whether the other lane is in range, value, which lane, clamp and segments, members.
+// Operands: result, whether the other lane is in range, value, lane, clamp and segments, members.
 template <Shuffle MODE> static void shuffle(Warp &w, const Instruction &i) {
   expect_members(w, i, w.words(i, 5));
   u32 value[LANES], result[LANES], in_range = 0;
@@ -20,7 +20,7 @@ template <Shuffle MODE> static void shuffle(Warp &w, const Instruction &i) {
   const u32 *which = w.words(i, 3), *limits = w.words(i, 4);
   u32 *to = w.words(i, 0);
   if (MODE == BUTTERFLY && i.flags & UNIFORM_OPERANDS && (limits[0] & 0x1F1F) == 31 && w.mask == FULL) {
-    const u32 by = which[0] & 31;  // as in every reduction
+    const u32 by = which[0] & 31;  // uniform, as in every reduction
     for (u32 lane = 0; lane < LANES; ++lane) to[lane] = value[lane ^ by];
     return put_flags(w, i.operands[1], FULL);
   }

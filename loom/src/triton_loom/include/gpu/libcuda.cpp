@@ -1,9 +1,9 @@
 // The functions of the CUDA driver API that Triton's NVIDIA driver calls, for a GPU that is emulated on host memory.
 //
-// Built as libcuda.so.1, it stands where NVIDIA's library would: Triton's own C code packs arguments, asks for shared
-// memory, encodes tensor maps and launches, and all of it arrives here. What CUDA documents as an error is refused with
-// CUDA's code for it and with a sentence that says what was wrong. Modules are PTX texts: reading one and running a
-// kernel are the business of Python (emulator/libcuda.py), which is called through `Host`.
+// Built as libcuda.so.1, it replaces NVIDIA's library: Triton's own C code packs arguments, requests shared memory, encodes
+// tensor maps and launches, and all of these calls arrive here. What CUDA documents as an error is refused with CUDA's code
+// for it and a sentence that says what was wrong. Modules are PTX texts: Python (emulator/libcuda.py), called through
+// `Host`, reads them and runs kernels.
 #include <cuda.h>
 #include <stdint.h>
 #include <string.h>
@@ -15,8 +15,8 @@ namespace {
 
 // ---- devices -------------------------------------------------------------------------------------------------------
 
-// A device is known by its capability, so that kernels in Triton's caches, which are kept by device, are never mixed
-// up. Number 0 is the one that is emulated now.
+// The number of a device is its capability, so that kernels in Triton's caches, which are keyed by device, are never mixed
+// up. Number 0 is the one that is being emulated.
 const Device *device_of(CUdevice number) {
   if (number == 0) return current;
   for (int i = 0; i < device_count; ++i)
@@ -63,7 +63,7 @@ CUresult attribute_of(const Device &device, CUdevice_attribute attribute, int *v
 
 Kernel *kernel_of(CUfunction function) { return reinterpret_cast<Kernel *>(function); }
 
-// How many blocks a device holds at once, as far as the text of a kernel says: registers are not known before ptxas.
+// How many blocks a device holds at once, as far as a kernel's PTX tells: registers are not known before ptxas.
 int64_t resident_blocks(const Device &device, const Kernel &kernel, int64_t threads, int64_t shared) {
   int64_t blocks = device.blocks_per_multiprocessor;
   const int64_t by_threads = device.threads_per_multiprocessor / ((threads + 31) / 32 * 32);
@@ -170,21 +170,21 @@ extern "C" {
 
 // ---- for Python ----------------------------------------------------------------------------------------------------
 
-// By this name the library is told from NVIDIA's. Called once, before anything else.
+// This name distinguishes the library from NVIDIA's. Called once, before anything else.
 void loom_cuda_connect(const Host *connected, const Device *known, int count) {
   host = *connected;
   devices = known;
   device_count = count;
 }
 
-// Makes an sm_`capability` the device of all calls, and gives the one before; 0 stands for none.
+// Makes an sm_`capability` the device of all calls, and returns the previous one; 0 stands for none.
 int loom_cuda_emulate(int capability) {
   const int before = current ? current->capability : 0;
   current = capability ? device_of(capability) : nullptr;
   return before;
 }
 
-// Gives the error that the caller is about to return its words.
+// Sets the message of the error that the caller is about to return.
 void loom_cuda_explain(int code, const char *text) { refuse(CUresult(code), "%s", text); }
 
 // ---- errors and versions -------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ CUresult cuDeviceGetCount(int *count) {
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
   NEEDS_A_DEVICE;
-  *device = ordinal;  // also if there is none: Triton does not look at the error, but at that of the next call
+  *device = ordinal;  // even if there is none: Triton ignores this error and checks that of the next call
   return device_of(ordinal) ? CUDA_SUCCESS : refuse(CUDA_ERROR_INVALID_DEVICE, "there is no device %d", ordinal);
 }
 
@@ -239,7 +239,7 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
   return current ? CUDA_SUCCESS : no_device();
 }
 
-// The block of `emulate` chooses the device; to choose the same again is fine.
+// The block of `emulate` chooses the device; choosing the same one again is fine.
 CUresult cuCtxSetCurrent(CUcontext context) {
   NEEDS_A_DEVICE;
   if (context != reinterpret_cast<CUcontext>(const_cast<Device *>(current)))
@@ -254,7 +254,7 @@ CUresult cuCtxGetDevice(CUdevice *device) {
   return CUDA_SUCCESS;
 }
 
-// The one limit that Triton knows is the size of a buffer for printing, and there is no such buffer.
+// The only limit that Triton sets is the size of the printf buffer, which does not exist here.
 CUresult cuCtxGetLimit(size_t *value, CUlimit) {
   NEEDS_A_DEVICE;
   *value = 0;
@@ -272,7 +272,7 @@ CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) {
   return CUDA_SUCCESS;
 }
 
-// Every address of the process is one of the device. Whether a kernel may touch it is checked when it does.
+// Every address of the process is valid on the device. Whether a kernel may touch it is checked at the access.
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   NEEDS_A_DEVICE;
   if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
@@ -299,7 +299,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   return CUDA_SUCCESS;
 }
 
-// A module stays: what Triton has compiled, it may launch again.
+// A module stays loaded: Triton may launch its kernel again.
 CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
@@ -318,8 +318,8 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = required ? required : MOST_THREADS; break;
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = kernel.static_shared; break;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = kernel.dynamic_shared; break;
-    // ptxas, which would know, has not run. The most that a thread may use is what the text says, else what a block
-    // of its size leaves it.
+    // ptxas, which would know, has not run. A thread may use as many as the text says, else as many as a block of its
+    // size leaves it.
     case CU_FUNC_ATTRIBUTE_NUM_REGS: {
       const int left = current->registers / (required ? required : MOST_THREADS) / 8 * 8;
       *value = kernel.registers ? kernel.registers : left < 255 ? left : 255;

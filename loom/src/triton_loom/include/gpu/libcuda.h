@@ -1,4 +1,4 @@
-// What all of the emulated libcuda stands on: what it and Python tell each other, its state, and its errors.
+// Common part of the emulated libcuda: its interface to Python, its state, and its errors.
 #pragma once
 
 #include <cuda.h>
@@ -34,8 +34,8 @@ struct Kernel {
   int32_t for_no_other;      // as sm_90a is
   int32_t threads[3];        // of a block; 0: any number
   int32_t static_shared;     // bytes
-  int32_t dynamic_shared;    // the most that a launch may ask for
-  int32_t registers;         // the most that a thread may use, 0 if the text does not say
+  int32_t dynamic_shared;    // the maximum that a launch may request
+  int32_t registers;         // the maximum of a thread, 0 if the text does not say
   int32_t any_cluster_size;  // up to 16 blocks rather than 8
 };
 
@@ -43,12 +43,12 @@ struct Launch {
   Kernel *kernel;
   uint32_t grid[3], block[3], cluster[3];
   uint32_t shared;                   // bytes of dynamic shared memory
-  int32_t cooperative, overlapping;  // the latter: with the end of the launch before (programmatic dependent launch)
+  int32_t cooperative, overlapping;  // the latter: with the end of the previous launch (programmatic dependent launch)
   uint32_t parameter_bytes;
   const void *parameters;  // as in the .param space
 };
 
-// What Python does. Each returns CUDA_SUCCESS, or an error after it has called loom_cuda_explain.
+// Python's functions. Each returns CUDA_SUCCESS, or an error after it has called loom_cuda_explain.
 struct Host {
   CUresult (*load)(const char *text, uint64_t *module);
   CUresult (*find)(uint64_t module, const char *name, Kernel **kernel);
@@ -60,7 +60,7 @@ namespace {
 Host host;
 const Device *devices;
 int device_count;
-const Device *current;  // null: no GPU is emulated here and now
+const Device *current;  // null: no GPU is being emulated
 
 // ---- errors --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Tensor maps of the emulated libcuda: what CUDA would refuse, and the encoding of tensor_map.h.
+// Tensor maps of the emulated libcuda: CUDA's checks, and the encoding of tensor_map.h.
 #pragma once
 
 #include <string.h>

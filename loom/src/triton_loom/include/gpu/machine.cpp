@@ -1,4 +1,4 @@
-// The machine as a shared library: blocks of a grid are taken one after another by threads of the CPU.
+// The machine as a shared library: CPU threads take the blocks of a grid one after another.
 #include "async.h"
 #include "atomics.h"
 #include "barriers.h"
@@ -104,7 +104,7 @@ template <bool COUNTS> LOOM_NOINLINE void run(Warp &w) {
 }
 
 static bool is_over(const Warp &w) { return w.fragments[0].state == FREE; }
-// Something has happened in the block since the warp began to wait for it: perhaps it is what it waits for.
+// Something has happened in the block since the warp began to poll: perhaps what it waits for.
 static void wake(Warp &w) {
   for (u32 k = 0; k < w.fragments_used; ++k)
     if (w.fragments[k].state == POLLING) w.fragments[k].state = READY;
@@ -127,8 +127,8 @@ static bool deliver_one(Block &b) {
   return true;
 }
 
-// Nobody can go on. Threads that have left the kernel count as having come to the barriers of the whole block, but that
-// is reported: hardware need not see it so.
+// Nobody can continue. Threads that have left the kernel count as having arrived at barriers of the whole block, but that
+// is reported: hardware may behave differently.
 static bool open_abandoned_barrier(Block &b) {
   for (u32 number = 0; number < BARRIERS; ++number) {
     Barrier &barrier = b.barriers[number];
@@ -145,7 +145,7 @@ static bool open_abandoned_barrier(Block &b) {
   return false;
 }
 
-// Whoever is left in the block, and where.
+// The threads that are left in the block, and where they are.
 static void report_where_it_is(Block &b, Kind kind) {
   for (u32 k = 0; k < b.warp_count; ++k) {
     Warp &w = b.warps[k];
@@ -157,7 +157,7 @@ static void report_where_it_is(Block &b, Kind kind) {
   }
 }
 
-// A digest of what a warp has in its registers and of where it is.
+// A digest of a warp's registers and position.
 static u64 state_of(const Warp &w) {
   const u64 *words = (const u64 *)w.registers;
   u64 digest = w.pc;
@@ -165,7 +165,7 @@ static u64 state_of(const Warp &w) {
   return digest;
 }
 
-// Whether somebody does something else than to wait at a barrier, or for something to happen.
+// Whether any warp does something other than wait at a barrier, or for an event.
 static bool anybody_goes_on(const Block &b) {
   for (u32 k = 0; k < b.warp_count; ++k)
     for (u32 n = 0; n < b.warps[k].fragments_used; ++n)
@@ -173,7 +173,7 @@ static bool anybody_goes_on(const Block &b) {
   return false;
 }
 
-// Whether all warps are where they were, with the same in their registers: they wait in loops for memory to change.
+// Whether all warps are where they were, with the same registers: they wait in loops for memory to change.
 static bool nothing_changed(Block &b) {
   bool same = true;
   for (u32 k = 0; k < b.warp_count; ++k) {
@@ -186,7 +186,7 @@ static bool nothing_changed(Block &b) {
   return same;
 }
 
-// Other blocks may do what this one waits for, as long as some of them are not waiting themselves.
+// Other blocks may do what this one waits for, as long as not all of them are waiting themselves.
 static bool others_may_help(Launch &launch, bool &waits) {
   if (!waits) __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);
   waits = true;
@@ -220,7 +220,7 @@ LOOM_NOINLINE void look_at_clock(Block &b) {
   report_where_it_is(b, TIME_LIMIT);
   __atomic_store_n(&launch.stopped, BY_LIMIT, __ATOMIC_RELAXED);
 }
-// Asked whenever a warp has stopped; the clock is looked at after many of them, or after one that went round a loop for long.
+// Checked whenever a warp has stopped; reads the clock after many of these, or after one that looped for long.
 LOOM_INLINE bool is_stopped(Block &b, const Warp &w) {
   if (__builtin_expect(w.turns >= TURN || (++b.worker->stops & 1023) == 0, 0)) look_at_clock(b);
   return __builtin_expect(__atomic_load_n(&b.launch->stopped, __ATOMIC_RELAXED), 0);
@@ -258,7 +258,7 @@ static void run_block(Block &b) {
   go_on(*b.launch, waits);
 }
 
-// The thread that launches answers to Ctrl-C until all others are done.
+// The launching thread responds to Ctrl-C until all others are done.
 static void wait_for_others(Launch &launch) {
   const u64 began = now();
   for (u64 looked = began; __atomic_load_n(&launch.over, __ATOMIC_ACQUIRE) < launch.started;) {
@@ -308,7 +308,7 @@ static void work(void *data) {
     if (b.end_tensor_memory) b.end_tensor_memory(b);
     if (b.end) b.end(b);
   }
-  __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one helps nobody any more
+  __atomic_fetch_add(&launch.waiting, 1, __ATOMIC_ACQ_REL);  // this one will help nobody any more
   if (worker.counts) add_counts(launch, worker.counts);
   for (u32 k = 0; k < launch.instruction_count; ++k)
     if (worker.executed[k]) __atomic_fetch_add(&launch.executed[k], worker.executed[k], __ATOMIC_RELAXED);
@@ -330,7 +330,7 @@ GPU_LIBRARY(GPU_TABLE(gpu::SCALAR_TABLE), GPU_TABLE(gpu::CONTROL_TABLE), GPU_TAB
             GPU_TABLE(gpu::ATOMICS_TABLE), GPU_TABLE(gpu::LANES_TABLE), GPU_TABLE(gpu::BARRIERS_TABLE),
             GPU_TABLE(gpu::ASYNC_TABLE))
 
-// The sizes of what Python mirrors: a test compares them.
+// The sizes of the structures that Python mirrors: a test compares them.
 GPU_EXPORT u32 gpu_size(u32 which) {
   const u32 sizes[] = {sizeof(gpu::Instruction), sizeof(gpu::Finding), sizeof(gpu::Launch), sizeof(gpu::Range),
                        sizeof(gpu::Constant), sizeof(gpu::Special), sizeof(gpu::Counting), sizeof(gpu::Counts)};

@@ -1,33 +1,33 @@
-// A GPU in software: what an instruction, a warp, a block and a launch are.
+// A GPU in software: instructions, warps, blocks and launches.
 //
-// Python decodes PTX to a flat array of `Instruction`s (ptx/program.py); here each one is a call of its handler, a
-// function of 32 lanes. A register is an array of 32 lanes in its warp's register file: 4 bytes a lane for %rs and %r,
-// 8 for %rd; a predicate is one u32 with a bit per lane. An operand is the byte offset of its register. Immediates,
-// special registers (%tid.x, ...) and addresses of symbols are registers as well, filled before a block begins, so that
-// handlers know one kind of operand only.
+// Python decodes PTX to a flat array of `Instruction`s (ptx/program.py); executing one calls its handler, a function of 32
+// lanes. A register is an array of 32 lanes in its warp's register file: 4 bytes per lane for %rs and %r, 8 for %rd; a
+// predicate is one u32 with a bit per lane. An operand is the byte offset of its register. Immediates, special registers
+// (%tid.x, ...) and addresses of symbols are registers as well, filled before a block begins, so that handlers deal with
+// only one kind of operand.
 //
 // How to add an instruction
 //   1. Write its handler `void name(Warp &w, const Instruction &i)` in the header of its subject. It acts on the lanes in
-//      `w.mask` (those that are here and whose guard holds; never none). `w.words(i, k)` and `w.longs(i, k)` are the 32
+//      `w.mask` (those that are active and whose guard holds; never none). `w.words(i, k)` and `w.longs(i, k)` are the 32
 //      lanes of operand k, `w.flags(i, k)` its predicate bits; `i.immediate` is the constant that ptx/opcodes.py gave.
 //   2. List it at the end of that header: `GPU_HANDLER("its.name", name)` in the header's table (see `memory.h`). If the
 //      header is new, add its table to the GPU_LIBRARY of a .cpp file here; each such file is a library that
-//      emulator/machine.py builds (`LIBRARIES`), side by side with the others.
-//   3. Give ptx/opcodes.py a row that says which opcode with which modifiers is this handler, and what its operands are.
-//   Plain arithmetic needs none of this: codegen/ptx.py says what it means and ptx/scalars.py makes the handlers.
+//      emulator/machine.py builds (`LIBRARIES`), in parallel with the others.
+//   3. Give ptx/opcodes.py a row that maps the opcode and its modifiers to this handler, and decodes its operands.
+//   Plain arithmetic needs none of this: codegen/ptx.py defines its meaning and ptx/scalars.py makes the handlers.
 //
 // How an asynchronous operation works (cp.async is the example: async.h)
-//   Who executes is an *agent*: a warp, or something that reads or writes memory on its own. An agent has a number and a
-//   clock (clocks.h). What an operation does to memory is entered into the shadow (shadow.h) as done by its agent at its
-//   clock; whoever waits for the operation gets to know that clock (`know`), and a barrier hands knowledge on. An access
-//   that meets one it does not know of is a race. So: one agent for operations that complete in order (all copies of
-//   a warp, by groups), another agent for what completes independently (the copies that one mbarrier counts).
+//   The executor is an *agent*: a warp, or a unit that reads or writes memory on its own. An agent has a number and a
+//   clock (clocks.h). An operation's accesses are entered into the shadow (shadow.h) under its agent and clock; whoever
+//   waits for the operation learns that clock (`know`), and a barrier passes knowledge on. An access that meets one it does
+//   not know of is a race. So use one agent for operations that complete in order (all copies of a warp, by groups), and
+//   another agent for those that complete independently (the copies that one mbarrier counts).
 //   The bytes themselves move either at once (`early`), or as late as the rules allow: the operation is put into
-//   `block.pending`, and whoever waits for it calls `deliver` on it. A block in which nobody can go on delivers what is
-//   pending, one operation at a time, before it counts as deadlocked.
-//   An instruction that finds that it has to wait (mbarrier.try_wait) leaves its lanes POLLING: they execute it again when
-//   something has happened in the block (`look_again` in mbarrier.h). One that must not wait (mbarrier.test_wait) sets its
-//   result to false and calls `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
+//   `block.pending`, and whoever waits for it calls `deliver` on it. A block in which nobody can continue delivers its
+//   pending operations, one at a time, before it counts as deadlocked.
+//   An instruction that has to wait (mbarrier.try_wait) leaves its lanes POLLING: they execute it again when something has
+//   happened in the block (`look_again` in mbarrier.h). One that must not wait (mbarrier.test_wait) sets its result to
+//   false and calls `w.let_others_run()`; the loop around it, which is part of the PTX, comes back later.
 #pragma once
 #include "../ptx.h"
 #include "storage.h"
@@ -35,7 +35,7 @@
 namespace gpu {
 
 constexpr u32 LANES = 32, WARPS = 32, FULL = ~0u, NOWHERE = ~0u;
-constexpr u32 SHARED_BASE = 1024;  // the address of the first byte of shared memory: 0 is no valid one
+constexpr u32 SHARED_BASE = 1024;  // the address of the first byte of shared memory, since 0 is not a valid address
 
 struct Warp;
 struct Block;
@@ -49,17 +49,17 @@ struct Instruction {  // mirrored in emulator/machine.py
   const u32 *operands;  // offsets into the register file
   i64 immediate;
   u32 operand_count;
-  u32 guard, flip;  // a predicate, of which `flip` (all ones or none) negates the bits
+  u32 guard, flip;  // a predicate; `flip` (all ones or zero) negates its bits
   u32 target;       // of a branch
-  u32 reconverge;   // where lanes that a branch has parted meet again: its immediate post-dominator
+  u32 reconverge;   // where lanes that diverged at a branch reconverge: its immediate post-dominator
   u32 number;       // its own, in the program
   u32 flags;        // of Flags
 };
 enum Flags : u32 {
   ATOMIC = 1,
-  UNFENCED = 2,          // of a wgmma: no wgmma.fence stands between it and what touched its registers
+  UNFENCED = 2,          // of a wgmma: no wgmma.fence stands between it and an access to its registers
   UNIFORM_OPERANDS = 4,  // of a shuffle: the lane and the clamp are constants
-  FENCES_THREADS = 8,    // of a tcgen05: the kernel has a tcgen05.fence, and is held to have all that it needs
+  FENCES_THREADS = 8,    // of a tcgen05: the kernel has a tcgen05.fence, so it must have all that it needs
   TENSOR_COPY = 16,      // a tcgen05.cp: products of the same thread come after it
   ACQUIRES = 32, RELEASES = 64,  // of what is strong, and of fences
   NARROW = 128,                  // and whose scope is the block
@@ -70,7 +70,7 @@ enum Flags : u32 {
 enum Kind : i32 {  // in the order of KINDS in emulator/findings.py
   SHARED_RACE,
   GLOBAL_RACE,
-  SHARED_UNINITIALISED,
+  SHARED_UNINITIALIZED,
   SHARED_BOUNDS,
   GLOBAL_BOUNDS,
   GLOBAL_READ_ONLY,
@@ -98,7 +98,7 @@ enum Kind : i32 {  // in the order of KINDS in emulator/findings.py
   WARPS_DISAGREE,
   LOCAL_BOUNDS,
   TENSOR_RACE,
-  TENSOR_UNINITIALISED,
+  TENSOR_UNINITIALIZED,
   TENSOR_BOUNDS,
   TENSOR_MISUSE,
   LOAD_UNDER_WAY,
@@ -143,7 +143,7 @@ struct Special {
 
 enum Check : u32 { HAZARDS = 1, EARLY = 2, ALONE = 4, COOPERATIVE = 8 };
 
-// Functions of Python's, by which the thread that launches asks whether somebody has pressed Ctrl-C.
+// Python's functions by which the launching thread checks for Ctrl-C.
 struct Interpreter {
   int (*enter)();
   void (*leave)(int);
@@ -154,7 +154,7 @@ struct Launch {  // mirrored in emulator/machine.py
   const Instruction *instructions;
   const Constant *constants;
   const Special *specials;
-  const Range *ranges;  // sorted, apart from each other
+  const Range *ranges;  // sorted and disjoint
   const u8 *parameters;
   u64 *executed;      // by instruction: warps that executed it
   Finding *findings;  // sorted by nothing; one for each kind and pair of instructions
@@ -162,7 +162,7 @@ struct Launch {  // mirrored in emulator/machine.py
   struct Counts *counts;
   u32 *storing;  // by instruction and warp: lanes that have stored to global memory by it
   u64 findings_total;
-  u64 limit;  // nanoseconds that a block may take; 0: as many as it likes
+  u64 limit;  // nanoseconds that a block may take; 0: no limit
   Interpreter interpreter;
   u32 instruction_count, constant_count, special_count, range_count;
   u32 finding_capacity, finding_count;
@@ -170,11 +170,11 @@ struct Launch {  // mirrored in emulator/machine.py
   u32 grid[3];
   u32 options;  // of Check
   u32 workers;
-  // The machine's own.
+  // Private to the machine.
   i32 lock;
   u64 next_block;
   u32 first_block;  // global_shadow.h
-  u32 waiting;      // workers whose blocks wait for what others may do
+  u32 waiting;      // workers whose blocks wait for others
   struct GlobalShadow *global_shadow;
   i32 thread;         // that launches
   u32 started, over;  // workers, and of those the ones that have no block any more
@@ -186,7 +186,8 @@ enum Stop : u32 { NOT_STOPPED, BY_LIMIT, BY_INTERRUPT };
 
 enum State : u32 { FREE, READY, FORKED, AT_BARRIER, POLLING };
 
-// Lanes that go the same way. A branch that parts them makes two fragments of one, which waits where they meet again.
+// Lanes that follow the same path. A branch at which they diverge splits off two fragments; the original one waits at the
+// reconvergence point.
 struct Fragment {
   u32 pc, reconverge, lanes;
   State state;
@@ -205,9 +206,9 @@ struct Warp {
   u32 live;     // lanes that have not left the kernel
   u32 current;  // fragment
   u32 fragments_used;
-  u32 turns;  // backward branches since somebody else ran
+  u32 turns;  // backward branches since another warp ran
   u64 state;  // a digest of its registers when it last let others run
-  u32 polls;  // whether one of its fragments waits for something to happen in the block
+  u32 polls;  // whether one of its fragments waits for an event of the block
   u64 polled;  // the block's events when it began to
   Block *block;
   Fragment fragments[FRAGMENTS];
@@ -226,21 +227,21 @@ struct Warp {
 
 typedef u32 Time;  // clocks.h
 constexpr u32 AGENTS = 256;
-constexpr u32 KNOWLEDGE = AGENTS + 96;  // what can be known: of each agent, and what clocks.h has beside
+constexpr u32 KNOWLEDGE = AGENTS + 96;  // entries of knowledge: one per agent, and the further ones of clocks.h
 
 struct Barrier {
   u32 arrived, expected;  // threads; 0 expected: all of them
-  u32 waiting;            // warps that cannot go on before the others have come, a bit each
-  Time known[KNOWLEDGE];  // to those who have come
+  u32 waiting;            // warps that wait for the others to arrive, a bit each
+  Time known[KNOWLEDGE];  // to those that have arrived
 };
 constexpr u32 BARRIERS = 16;
 
-// An asynchronous operation under way. `operation` points to what its handler has put aside.
+// A pending asynchronous operation. `operation` points to its handler's saved state.
 struct Pending {
   void (*deliver)(Block &, Pending &);
   void *operation;
   u32 warp;
-  u64 ticket;  // by which whoever waits finds it: a group, a barrier's address
+  u64 ticket;  // key by which a waiter finds it: a group, a barrier's address
 };
 
 struct Block {
@@ -251,8 +252,8 @@ struct Block {
   u8 *shared;  // shared[0] has the address SHARED_BASE
   u32 shared_bytes, warp_count, thread_count;
   u32 live_threads;
-  u64 deadline;  // when it has taken too long
-  u64 events;  // counts whatever may let somebody go on who had to wait
+  u64 deadline;  // the time limit
+  u64 events;  // counts events that may let a waiting thread continue
   Warp warps[WARPS];
   Barrier barriers[BARRIERS];
   Vec<Pending> pending;
@@ -260,12 +261,12 @@ struct Block {
   struct Shadow *shadow;     // of shared memory: shadow.h
   struct Synchronization *synchronization;  // between blocks: synchronization.h
   struct History *history;                  // what it has released and acquired, if anything
-  struct Closures *closures;                // what its warps know by that
+  struct Closures *closures;                // what its warps know from that
   Time began;                // clocks.h
   Time agent_time[AGENTS];   // of agents that are no warps
-  struct Units *units;       // that work beside the warps, if the kernel has used one: units.h
-  void (*end)(Block &);      // what they do when a block is over
-  void (*release)(Block &);  // and when the launch is
+  struct Units *units;       // asynchronous units, if the kernel has used one: units.h
+  void (*end)(Block &);      // called for them at the end of a block
+  void (*release)(Block &);  // and at the end of the launch
   struct TensorMemory *tensor_memory;  // if the kernel has used it: tensor_memory.h
   void (*end_tensor_memory)(Block &);
   void (*release_tensor_memory)(Block &);
@@ -273,7 +274,7 @@ struct Block {
   void happened() { ++events; }
 };
 
-// One thread of the CPU and what it keeps from block to block.
+// One CPU thread and its state across blocks.
 struct Worker {
   Launch *launch;
   Block block;
@@ -311,13 +312,13 @@ __attribute__((cold)) LOOM_NOINLINE void report(Block &b, const Finding &found) 
   __atomic_store_n(&launch.lock, 0, __ATOMIC_RELEASE);
 }
 
-// At an instruction of a warp, by one of its lanes.
+// A finding at an instruction of a warp, by one of its lanes.
 __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instruction, u32 lane, u64 address = 0,
                                                u32 other_instruction = NOWHERE, u32 other_thread = NOBODY) {
   Block &b = *w.block;
   Finding f = {kind, instruction, other_instruction, w.thread(lane), other_thread, {}, {}, address, 1, b.linear};
   const bool race = kind == SHARED_RACE || kind == TENSOR_RACE;
-  if (race && other_instruction > instruction)  // it is one race, whoever came second here
+  if (race && other_instruction > instruction)  // it is one race, whichever access came second here
     f = {kind, other_instruction, instruction, other_thread, w.thread(lane), {}, {}, address, 1, b.linear};
   __builtin_memcpy(f.block, b.id, sizeof b.id);
   __builtin_memcpy(f.other_block, b.id, sizeof b.id);
@@ -326,7 +327,7 @@ __attribute__((cold)) LOOM_NOINLINE void found(Warp &w, Kind kind, u32 instructi
 
 LOOM_INLINE u32 first_lane(u32 lanes) { return (u32)__builtin_ctz(lanes); }
 
-// What the addresses of some lanes span.
+// The span of some lanes' addresses.
 struct Extent {
   u64 low, high;  // the lowest and the highest address
   u64 bits;       // all of the addresses, or-ed
@@ -343,7 +344,7 @@ LOOM_INLINE Extent extent_of(const u64 *address, u32 lanes) {
   return e;
 }
 
-// An instruction that all threads of a warp execute together, or what it does is undefined.
+// For instructions whose behavior is undefined unless all threads of a warp execute them together.
 LOOM_INLINE void expect_whole(Warp &w, const Instruction &i) {
   if (__builtin_expect(w.mask != w.live, 0)) found(w, SPLIT_WARP, i.number, first_lane(w.mask));
 }
@@ -363,7 +364,7 @@ struct Table {
 #define GPU_TABLE(NAME) {NAME, sizeof NAME / sizeof NAME[0]}
 #define GPU_EXPORT extern "C" __attribute__((visibility("default")))
 
-// What a library of handlers exports: the handler of a name, and all names one at a time, null after the last.
+// Exports of a library of handlers: the handler of a name, and the names by index, null after the last.
 #define GPU_LIBRARY(...)                                                                  \
   static const gpu::Table GPU_TABLES[] = {__VA_ARGS__};                                   \
   GPU_EXPORT gpu::Handler gpu_handler(const char *name) {                                 \

@@ -1,5 +1,5 @@
-// Tensor maps: reading one for a copy, and making one in a kernel (tensormap.replace, field by field in shared memory, then a
-// copy to global memory that the bulk copies can see after a fence).
+// Tensor maps: reading one for a copy, and making one in a kernel (tensormap.replace, field by field in shared memory, then
+// a copy to global memory that bulk copies can see after a fence).
 #pragma once
 #include "block_units.h"
 
@@ -7,8 +7,8 @@ namespace gpu {
 
 // ---- is it a map? ---------------------------------------------------------------------------------------
 
-// Whether a copy of `rank` dimensions can be made by this map. Interleaved tiles, steps between elements and elements of less
-// than a byte are not emulated, and count as no map as well: better a finding than wrong bytes.
+// Whether this map can be used for a copy of `rank` dimensions. Interleaved tiles, element strides and elements smaller than
+// a byte are not emulated, and such a map counts as unusable: better a finding than wrong bytes.
 static bool is_usable(const TensorMap &map, u32 rank) {
   if (!map.is_complete() || map.rank() != (int)rank || rank > 5) return false;
   if (map.interleave != Interleave::none || map.swizzle > Swizzle::bytes128) return false;
@@ -28,7 +28,7 @@ static const MadeMap *made_map(Block &b, u64 address) {
 }
 LOOM_INLINE bool knows(const Warp &w, u32 warp, Time time) { return warp == w.number || time <= w.clocks->known[warp]; }
 
-// The map that a lane names for a copy of `rank` dimensions; false, and reported, if there is none that could be used.
+// The map that a lane names for a copy of `rank` dimensions; reports and returns false if it is unusable.
 static bool read_map(Warp &w, const Instruction &i, u32 lane, u64 address, u32 rank, TensorMap &to) {
   Block &b = *w.block;
   if (address % 64) return found(w, MISALIGNED, i.number, lane, address), false;
@@ -76,8 +76,8 @@ LOOM_INLINE Place place_of(Field field, u32 which) {
   return {};
 }
 
-// Operands: address (in 64 bits, of shared memory), value. The immediate has the address' offset, the field from bit 32, and
-// from bit 40 which dimension it is for.
+// Operands: address (64 bits, in shared memory), value. The immediate has the address' offset, the field from bit 32, and
+// the dimension from bit 40.
 template <class Value> static void replace_field(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   const Field field = (Field)(i.immediate >> 32 & 255);
@@ -91,7 +91,7 @@ template <class Value> static void replace_field(Warp &w, const Instruction &i) 
     const u64 data = field == FIELD_DIMENSION && !value ? 1ull << 32 : value;
     if (place.bytes < sizeof data && data >> 8 * place.bytes) found(w, TENSOR_MAP, i.number, lane, map);
     write_one(w, i, lane, map + place.offset, &data, place.bytes);
-    // Which fields are given is kept beside them: the bytes must have been cleared before.
+    // A bit set of the given fields is stored with them, so the bytes must have been cleared before.
     u32 given;
     addresses[lane] = map + __builtin_offsetof(TensorMap, given);
     if (b.checks) read_shared(w, i, addresses, sizeof given, 1u << lane);
@@ -101,7 +101,7 @@ template <class Value> static void replace_field(Warp &w, const Instruction &i) 
   }
 }
 
-// The warp copies a map to global memory. Operands: where to, where from. The immediate has two offsets of 32 bits.
+// The warp copies a map to global memory. Operands: destination, source. The immediate has two 32-bit offsets.
 static void publish_map(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   expect_whole(w, i);
@@ -129,7 +129,7 @@ static void publish_map(Warp &w, const Instruction &i) {
   sync_lanes(w);
 }
 
-// Operand: the map's address. What the warp knows of it can be seen by bulk copies from here on.
+// Operand: the map's address. From here on, bulk copies see what the warp knows of it.
 static void acquire_map(Warp &w, const Instruction &i) {
   const u64 address = w.longs(i, 0)[first_lane(w.mask)] + (u64)i.immediate;
   if (MadeMap *map = (MadeMap *)made_map(*w.block, address))

@@ -1,8 +1,8 @@
 // Matrices in the registers of a warp: ldmatrix, stmatrix and mma.sync.
 //
-// In a fragment lane l has row l / 4 (of A, C and D; the column of B) and the elements of column group l % 4. A product adds
-// its terms to the accumulator one at a time in the order of k, each with one rounding (a chain of FMAs in f32, or in f64 and
-// exact integers). Hardware sums blocks of k at once, with truncation that differs between generations: see docs.
+// In a fragment lane l has row l / 4 (of A, C and D; the column of B) and the elements of column group l % 4. A product
+// adds its terms to the accumulator one at a time in the order of k, each with one rounding (a chain of FMAs in f32 or f64;
+// integers are exact). Hardware sums blocks of k at once, with truncation that differs between generations: see docs.
 #pragma once
 #include "memory.h"
 
@@ -10,7 +10,7 @@ namespace gpu {
 
 // ---- to and from shared memory --------------------------------------------------------------------------
 
-// The lanes 8 m to 8 m + 7 give the addresses of the eight rows of matrix m. Operands: results, address.
+// Lanes 8 m to 8 m + 7 provide the addresses of the eight rows of matrix m. Operands: results, address.
 template <u32 COUNT, bool TRANSPOSED> static void load_matrix(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   constexpr u32 GIVE = COUNT == 4 ? FULL : (1u << 8 * COUNT) - 1;
@@ -53,7 +53,7 @@ template <u32 COUNT, bool TRANSPOSED> static void store_matrix(Warp &w, const In
 
 // ---- elements -------------------------------------------------------------------------------------------
 
-// What an element of a product is: how many lie in a register, and which number its code is.
+// An element of a product: how many fit in a register, and the value of its code.
 template <class F> struct Bytes {  // all numbers of an 8-bit format
   f32 of[256];
   Bytes() {
@@ -75,7 +75,7 @@ struct F16 {
   static constexpr u32 bits = 16;
   static f32 of(u32 code) { return f32_from_f16((u16)code); }
 };
-struct Tf32 {  // its low 13 bits do not count
+struct Tf32 {  // its low 13 bits are ignored
   typedef f32 number;
   typedef u32 code;
   static constexpr u32 bits = 32;
@@ -112,7 +112,7 @@ LOOM_INLINE i64 multiply_add(i32 a, i32 b, i64 c) { return c + (i64)a * b; }
 
 // ---- fragments ------------------------------------------------------------------------------------------
 
-// The 32 lanes of a register, as codes: eight rows (lane / 4) of what four neighbouring lanes hold, in the order of k.
+// The 32 lanes of a register, as codes: eight rows (lane / 4) from four neighboring lanes each, in the order of k.
 // Register r of A has k from (r / 2) * RUN on, and rows 8 to 15 if r is odd; register r of B has k from r * RUN on.
 template <class E> struct Codes {
   static constexpr u32 RUN = 4 * 32 / E::bits;
@@ -127,7 +127,7 @@ template <class E, u32 K> LOOM_INLINE void open_a(Warp &w, const Instruction &i,
       for (u32 k = 0; k < RUN; ++k) a[row + r % 2 * 8][k + r / 2 * RUN] = E::of(codes.of[row][k]);
   }
 }
-// k by columns, so that the columns of a product are neighbours.
+// k by columns, so that the columns of a product are contiguous.
 template <class E, u32 K> LOOM_INLINE void open_b(Warp &w, const Instruction &i, u32 first, typename E::number (*b)[8]) {
   constexpr u32 RUN = Codes<E>::RUN, registers = K / RUN;
   for (u32 r = 0; r < registers; ++r) {
@@ -140,7 +140,7 @@ template <class E, u32 K> LOOM_INLINE void open_b(Warp &w, const Instruction &i,
   }
 }
 
-// Accumulators: how they lie in registers. Lane l has columns 2 (l % 4) and the next one of rows l / 4 and l / 4 + 8.
+// Layout of accumulators in registers: lane l has columns 2 (l % 4) and the next one of rows l / 4 and l / 4 + 8.
 template <class T, class C> LOOM_INLINE void open_words(Warp &w, const Instruction &i, u32 first, C (*c)[8]) {
   for (u32 r = 0; r < 4; ++r) {
     const T *from = (const T *)w.words(i, first + r);
@@ -169,7 +169,7 @@ struct InF32 {
     close_words<f32>(w, i, first, c, [](f32 x) LOOM_ALWAYS { return ptx::canonical(x); });
   }
 };
-// The sum is made in f32 and rounded once, at the end.
+// The sum is accumulated in f32 and rounded once, at the end.
 struct InF16 {
   typedef f32 number;
   static constexpr u32 registers = 2;
@@ -263,7 +263,7 @@ template <class E> LOOM_INLINE f32 element(const u8 *run, u32 k) {
   else return E::of(run[k]);
 }
 
-// With one rounding, by way of a sum in f64 that is rounded to odd; the product and its scales are exact there.
+// With one rounding, through a sum in f64 that is rounded to odd; the product and its scales are exact there.
 LOOM_INLINE f32 rounded_sum(f64 term, f32 sum) {
   const f64 a = sum, s = a + term, part = s - a, error = (a - (s - part)) + (term - part);
   u64 u = bits<u64>(s);
@@ -271,10 +271,10 @@ LOOM_INLINE f32 rounded_sum(f64 term, f32 sum) {
   return (f32)bits<f64>(u);
 }
 
-// D = (A with scales) (B with scales) + C; VECTOR scales for the K elements of a row of A or a column of B. Of four lanes that
-// have a row each of A (lane / 4, and 8 more), lane 2 * thread_a has the scales of the first and the next lane those of the
-// second; lane thread_b has those of a column of B. They begin at a byte of the register. Operands: D, A, B, C, scales of A,
-// scales of B; the immediate has byte_a, thread_a, byte_b and thread_b in a byte each.
+// D = (A with scales) (B with scales) + C; VECTOR scales for the K elements of a row of A or a column of B. Among the four
+// lanes that share two rows of A (lane / 4, and 8 more), lane 2 * thread_a has the scales of the first and the next lane
+// those of the second; lane thread_b has those of a column of B. They begin at a byte of the register. Operands: D, A, B, C,
+// scales of A, scales of B; the immediate has byte_a, thread_a, byte_b and thread_b in a byte each.
 template <u32 K, u32 VECTOR, class A, class B, class S> static void mma_scaled(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   const u32 byte_a = i.immediate & 0xFF, thread_a = i.immediate >> 8 & 0xFF, byte_b = i.immediate >> 16 & 0xFF,

@@ -1,9 +1,9 @@
 // mbarriers: barriers in shared memory that count arrivals of threads and bytes of copies.
 //
-// A phase is over when all arrivals that it waits for have come and no bytes are missing; the next begins at once. Who waits
-// names a phase by its parity: the wait ends when the phase of that parity is over, that is, when the current one has the
-// other parity. To the shadow the eight bytes are written by init and inval, and read by every use between: so a use that
-// is not ordered after the init, or an inval that is not ordered after all uses, is a race.
+// A phase is over when all expected arrivals and bytes have come; the next begins at once. A wait names a phase by its
+// parity: it ends when the phase of that parity is over, that is, when the current one has the other parity. The shadow
+// treats the eight bytes as written by init and inval, and read by every use in between: a use that is not ordered after
+// the init, or an inval that is not ordered after all uses, is a race.
 #pragma once
 #include "control.h"
 #include "block_units.h"
@@ -31,20 +31,20 @@ LOOM_INLINE bool is_there(Warp &w, const Instruction &i, u32 lane, u32 address) 
   addresses[lane] = address;
   return reachable_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane) != 0;
 }
-// What lies there instead of an mbarrier, whose bits nobody may look at: its count, or that there is none.
+// The opaque content in shared memory that stands for an mbarrier: its count, or a mark that there is none.
 LOOM_INLINE void write_image(Warp &w, const Instruction &i, u32 lane, u32 address, u64 image) {
   write_one(w, i, lane, address, &image, sizeof image);
 }
 
-// Another write to one of its bytes, if there is one since it was made.
+// Another write to one of its bytes since it was initialized, if there is one.
 LOOM_INLINE Stamp written_over(const Block &b, const MBarrier &m) {
   for (u32 k = 0; k < MBARRIER_BYTES && b.checks; ++k)
     if (const Stamp last = b.shadow->writes[m.address - SHARED_BASE + k]; last != m.made) return last;
   return 0;
 }
 
-// The mbarrier that a lane uses, as itself or as an agent whose operation it begins. Null, and reported, if there is none:
-// not made, no longer valid, or with something else written over it.
+// The mbarrier that a lane uses, as itself or for an agent whose operation it issues. Reports and returns null if there is
+// none: not initialized, no longer valid, or overwritten.
 LOOM_NOINLINE MBarrier *mbarrier_at(Warp &w, const Instruction &i, u32 lane, u32 address, u32 agent) {
   Block &b = *w.block;
   if (!is_there(w, i, lane, address)) return nullptr;
@@ -52,11 +52,11 @@ LOOM_NOINLINE MBarrier *mbarrier_at(Warp &w, const Instruction &i, u32 lane, u32
   if (!m || !m->live) return found(w, NO_MBARRIER, i.number, lane, address), nullptr;
   if (!b.checks) return m;
   if (const Stamp other = written_over(b, *m)) found(w, NO_MBARRIER, i.number, lane, address, instruction_of(other));
-  // The use is checked as the lane's own; that a unit has it in mind as well is noted in the unit's name.
+  // The use is checked as the lane's own; the unit's future use is recorded under the unit's name.
   u64 addresses[LANES];
   addresses[lane] = address;
   read_shared(w, i, addresses, MBARRIER_BYTES, 1u << lane);
-  // A bulk copy reaches it by the asynchronous proxy, its init was a write of a thread.
+  // A bulk copy uses it through the asynchronous proxy, but its init was a write of a thread.
   const bool copies = agent >= FURTHER && agent < FURTHER + MBARRIER_AGENTS;
   if (copies && !m->fenced && !is_fenced(w, lane, m->made))
     found(w, NO_MBARRIER_FENCE, i.number, lane, address, instruction_of(m->made), agent_of(m->made) * LANES + lane_of(m->made));
@@ -102,7 +102,7 @@ template <class F> LOOM_INLINE void each_address(Warp &w, const Instruction &i, 
   GPU_EACH_LANE(w.mask, lane) f(lane, base[lane] + (u32)i.immediate);
 }
 
-// Operands: address, how many arrivals a phase takes.
+// Operands: address, number of arrivals per phase.
 static void make_mbarrier(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   Units &units = units_of(b);
@@ -119,13 +119,13 @@ static void make_mbarrier(Warp &w, const Instruction &i) {
       m->address = address;
       m->live = false;
     }
-    // To make one again that nobody has used yet, in the same way, changes nothing.
+    // Initializing an unused one again, in the same way, changes nothing.
     const bool untouched = m->live && m->count == count && m->pending == count && !m->phase && !m->bytes && !m->under_way;
     const bool overwritten = m->live && written_over(b, *m);
     if (m->live && !untouched && !overwritten) found(w, MBARRIER_IN_USE, i.number, lane, address);
     write_image(w, i, lane, address, 0x4D42000000000000ull | count);
     const bool again = untouched && !overwritten;
-    // It is one write of all eight bytes, also where some of them were the same before.
+    // One write of all eight bytes, even if some of them do not change.
     const Stamp as = stamp(w.clocks->own, i.number, lane, w.number);
     for (u32 k = 0; k < MBARRIER_BYTES && b.checks && !again; ++k) b.shadow->writes[address - SHARED_BASE + k] = as;
     if (b.checks) m->made = b.shadow->writes[address - SHARED_BASE];
@@ -138,7 +138,7 @@ static void make_mbarrier(Warp &w, const Instruction &i) {
   });
 }
 
-// fence.mbarrier_init: all agents see what the thread has initialised.
+// fence.mbarrier_init: all agents see the mbarriers that the thread has initialized.
 static void fence_mbarriers(Warp &w, const Instruction &) {
   for (MBarrier *m : units_of(*w.block).mbarriers) {
     const Stamp made = m->made;
@@ -161,7 +161,7 @@ static void end_mbarrier(Warp &w, const Instruction &i) {
 
 enum Arrival { ARRIVE, EXPECT_AND_ARRIVE, EXPECT, DROP, COMPLETE };
 
-// Operands: the state before (its phase), address, how many arrivals or bytes.
+// Operands: the previous state (its phase), address, number of arrivals or bytes.
 template <Arrival HOW> static void arrive_at_mbarrier(Warp &w, const Instruction &i) {
   u64 *state = w.longs(i, 0);
   const u32 *amount = w.words(i, 2);
@@ -195,8 +195,8 @@ static void look_again(Warp &w, const Instruction &i) {
 
 enum Naming { BY_PARITY, BY_STATE };
 
-// Operands: whether the phase is over, address, which phase (its parity, or the state that an arrival gave). `try_wait`
-// may take its time: here it waits until something happens in the block and looks again.
+// Operands: whether the phase is over, address, the phase (its parity, or the state that an arrival returned). `try_wait`
+// may block: here it waits until something happens in the block and checks again.
 template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   const u32 first = first_lane(w.mask), *base = w.words(i, 1);
@@ -215,7 +215,7 @@ template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const
   if (over != w.mask && WAITS && w.mask == w.active) return look_again(w, i);
   if (over != w.mask) w.let_others_run();
   put_flags(w, i.operands[0], over);
-  // Of lanes that do the same, the first and another one stand for all: what the first alone knows, the other does not.
+  // If lanes do the same, the first and one other stand for all: the other does not know what the first alone knows.
   const MBarrier *learnt = nullptr;
   const u32 telling = same ? (1u << first | 1u << (31 - __builtin_clz(w.mask))) & over : over;
   GPU_EACH_LANE(telling, lane) {
@@ -226,7 +226,7 @@ template <bool WAITS, Naming NAMING> static void wait_at_mbarrier(Warp &w, const
 
 // ---- clusters of one block ------------------------------------------------------------------------------
 
-// The immediate: whether what the threads know and have done is handed on.
+// The immediate: whether the threads' knowledge and accesses are passed on.
 static void arrive_at_cluster(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   ClusterBarrier &barrier = units_of(b).cluster;

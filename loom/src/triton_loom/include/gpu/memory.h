@@ -1,4 +1,4 @@
-// Loads, stores and atomic operations: every address is looked at before it is touched.
+// Loads, stores and atomic operations: every address is checked before it is touched.
 #pragma once
 #include "scalar.h"
 #include "global_shadow.h"
@@ -46,7 +46,7 @@ template <bool WRITES> LOOM_NOINLINE u32 reachable_one_by_one(Warp &w, const Ins
   return fine;
 }
 
-// The lanes whose bytes are there; the others are reported and left alone.
+// The lanes whose bytes exist; the others are reported and skipped.
 template <bool WRITES> LOOM_INLINE u32 reachable_global(Warp &w, const Instruction &i, const u64 *address, u32 bytes,
                                                        u32 lanes) {
   const Extent e = extent_of(address, lanes);
@@ -72,7 +72,7 @@ LOOM_INLINE u32 reachable_shared(Warp &w, const Instruction &i, const u64 *addre
 
 // ---- addresses ------------------------------------------------------------------------------------------
 
-// Of operand k plus the instruction's immediate; shared addresses have 32 bits.
+// Addresses are operand k plus the instruction's immediate; shared addresses have 32 bits.
 template <Space SPACE> LOOM_INLINE void addresses(Warp &w, const Instruction &i, u32 k, u64 *address) {
   if constexpr (SPACE == SHARED) {
     const u32 *base = w.words(i, k);
@@ -88,7 +88,7 @@ template <Space SPACE> LOOM_INLINE u8 *bytes_at(Warp &w, u64 address) {
 
 // ---- loads and stores -----------------------------------------------------------------------------------
 
-// Operands: results, address. A result is Of<Slot, T>: a narrow number takes a register with its sign, if it has one.
+// Operands: results, address. A result is Of<Slot, T>: a narrow signed value is sign-extended to the register.
 template <Space SPACE, class T, class Slot> static void load(Warp &w, const Instruction &i) {
   const u32 count = i.operand_count - 1, bytes = count * sizeof(T);
   u64 address[LANES];
@@ -144,8 +144,8 @@ template <Space SPACE, class T, class Slot> static void store(Warp &w, const Ins
   }
 }
 
-// A thread's own memory is a part of the register file, the bytes of one lane after those of another: the last two operands
-// of an access are where it lies and how many bytes a lane has. Nobody else reaches it, so that nothing is checked but this.
+// A thread's local memory is a part of the register file, one lane's bytes after another's: the last two operands of an
+// access are its offset and the bytes per lane. No other thread can access it, so only the bounds are checked.
 template <class T, class F> LOOM_INLINE void each_local(Warp &w, const Instruction &i, u32 address, F access) {
   const u32 count = i.operand_count - 3, room = w.words(i, count + 2)[0];
   const u32 *base = w.words(i, address);
@@ -172,7 +172,7 @@ template <class T, class Slot> static void store_local(Warp &w, const Instructio
   });
 }
 
-// Operands: results. The immediate is the place in the .param space.
+// Operands: results. The immediate is the offset in the .param space.
 template <class T, class Slot> static void load_parameter(Warp &w, const Instruction &i) {
   for (u32 k = 0; k < i.operand_count; ++k) {
     T x;

@@ -1,4 +1,4 @@
-// Instructions that do the same in each lane, from what they mean for one (codegen/ptx.py says it, ptx/scalars.py makes
+// Instructions that act on each lane alike, from their meaning in one lane (defined by codegen/ptx.py; ptx/scalars.py makes
 // the handlers).
 #pragma once
 #include "machine.h"
@@ -47,7 +47,7 @@ LOOM_INLINE void put_flags(Warp &w, u32 offset, u32 bits) {
   to = (to & ~w.mask) | (bits & w.mask);
 }
 
-// What a division by zero gives is not said by PTX, and Triton's optimiser takes it never to happen.
+// PTX does not define the result of a division by zero, and Triton's optimizer assumes that it never happens.
 template <class Divisor> LOOM_INLINE void expect_divisor(Warp &w, const Instruction &i, Divisor divisor) {
   u32 zero = 0;
   for (u32 lane = 0; lane < LANES; ++lane) zero |= (divisor.get(lane) == 0 ? 1u : 0u) << lane;
@@ -57,7 +57,7 @@ template <class Divisor> LOOM_INLINE void expect_divisor(Warp &w, const Instruct
 
 // ---- what codegen/ptx.py does not have ------------------------------------------------------------------
 
-// A logical function of three registers by its table of truth, which is an operand here.
+// A logical function of three registers by its truth table, which is an operand here.
 LOOM_INLINE u32 lop3(u32 a, u32 b, u32 c, u32 table) {
   u32 d = 0;
   for (u32 row = 0; row < 8; ++row)
@@ -71,10 +71,10 @@ LOOM_INLINE f32 next_below(f32 x) {
   const u32 u = bits<u32>(x);
   return bits<f32>(x == 0 ? 0x80000001u : x > 0 ? u - 1 : u + 1);
 }
-// Of x + rest, which is less than a half of the last place of x.
+// Rounding of x + rest, where rest is less than half a unit in the last place of x.
 template <char WAY> LOOM_INLINE f32 directed(f64 x, f64 rest) {
   const f32 nearest = (f32)x;
-  if (!(x - x == 0)) return nearest;  // no number, or infinite by itself
+  if (!(x - x == 0)) return nearest;  // NaN, or infinite already
   const f64 over = (f64)nearest - x;
   const bool above = over > 0 || (over == 0 && rest < 0), below = over < 0 || (over == 0 && rest > 0);
   if (above && (WAY == 'm' || (WAY == 'z' && x > 0))) return next_below(nearest);
@@ -82,7 +82,7 @@ template <char WAY> LOOM_INLINE f32 directed(f64 x, f64 rest) {
   return nearest;
 }
 template <char WAY> LOOM_INLINE f32 directed_product(f32 a, f32 b) { return directed<WAY>((f64)a * b, 0); }
-// a * b + c. What the sum in f64 leaves out is a number as well (Knuth's two-sum).
+// a * b + c. The rounding error of the sum in f64 is itself representable (Knuth's two-sum).
 template <char WAY> LOOM_INLINE f32 directed_sum(f32 a, f32 b, f32 c) {
   const f64 product = (f64)a * b, added = c, sum = product + added;
   if (WAY == 'm' && sum == 0 && (product != 0 || bits<u64>(product) != bits<u64>(added))) return -0.f;
@@ -99,16 +99,16 @@ LOOM_INLINE u32 bf16_of_f32(f32 x) {
   return (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
 }
 
-// With one rounding, and without a branch, so that lanes go side by side. An exponent's last place is 45 bits above that of
-// f64; of the subnormals it is 2^-133, to which the adder rounds when it adds 1.5 * 2^-81.
+// With one rounding, and without a branch, so that lanes run in parallel. The last place at an exponent is 45 bits above
+// that of f64; for subnormals it is 2^-133, to which the adder rounds when it adds 1.5 * 2^-81.
 LOOM_INLINE u32 bf16_of_f64(f64 x) {
   const u64 u = bits<u64>(x), rounded = (u + 0xFFFFFFFFFFFull + (u >> 45 & 1)) & ~0x1FFFFFFFFFFFull;
   const f64 small = __builtin_copysign((x + 0x1.8p-81) - 0x1.8p-81, x);
   const f32 nearest = (f32)(__builtin_fabs(x) < 0x1p-126 ? small : bits<f64>(rounded));
   return x != x ? 0x7FFF : bits<u32>(nearest) >> 16;
 }
-// a * b + c. The product is exact in f64. Of a term that is less than 2^-36 of the other only the side counts on which it puts
-// the sum: made 2^-36 of it, it leaves the sum exact.
+// a * b + c. The product is exact in f64. If a term is less than 2^-36 of the other, only its sign matters: replaced by
+// 2^-36 of the other, it keeps the sum exact.
 LOOM_INLINE u32 fused_bf16(u32 a, u32 b, u32 c) {
   const f64 product = (f64)f32_of_bf16(a) * (f64)f32_of_bf16(b), added = f32_of_bf16(c);
   const bool product_leads = __builtin_fabs(product) >= __builtin_fabs(added);

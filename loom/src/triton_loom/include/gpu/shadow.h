@@ -1,14 +1,14 @@
-// The shadow of shared memory: who wrote and who read each byte, and whether something orders that and the next access.
+// The shadow of shared memory: who wrote and who read each byte, and whether that is ordered before the next access.
 //
-// Of each byte the last write is kept, and the last read of each agent (one plane of the shadow for each that reads). A read
-// must know the last write; a write must know the last write and all reads. A write that does not change a byte is no event:
-// Triton lets all owners of a replicated value store it, and nobody can tell in which order.
+// The shadow keeps the last write of each byte, and the last read of each agent (one plane of the shadow for each that
+// reads). A read must know the last write; a write must know the last write and all reads. A write that does not change a
+// byte does not count: Triton lets all owners of a replicated value store it, and the order makes no difference.
 #pragma once
 #include "clocks.h"
 
 namespace gpu {
 
-// When, at which instruction, by which lane of which agent.
+// The time, instruction, agent and lane of an access.
 typedef u64 Stamp;
 constexpr u32 SEVERAL_LANES = 32;
 constexpr Time LAST_TIME = (1u << 28) - 1;
@@ -24,7 +24,7 @@ struct Shadow {
   Stamp *writes;
   Stamp *reads[AGENTS];  // null until the agent reads; of units by granules, not by bytes
   u32 readers[AGENTS], reader_count;
-  Time latest_read[AGENTS];  // anywhere: who knows that, knows all reads of the agent
+  Time latest_read[AGENTS];  // anywhere: an agent that knows this knows all reads of the agent
   u32 bytes;
 };
 
@@ -40,7 +40,7 @@ static void free_shadow(Shadow *s) {
   free(s->writes);
   free(s);
 }
-// Units read no less than eight bytes at a multiple of that: warps and their copies have a plane of bytes, units one of these.
+// Units read at least eight aligned bytes: warps and their copies have a plane of bytes, units one of 8-byte granules.
 constexpr u32 GRANULE = 8;
 LOOM_INLINE u32 granule_of(u32 agent) { return agent < MATRIX_UNITS ? 1 : GRANULE; }
 
@@ -56,7 +56,7 @@ LOOM_INLINE Stamp *plane_of(Shadow &s, u32 agent, Time time) {
 
 // ---- is it known? ---------------------------------------------------------------------------------------
 
-// Whether an access of a lane comes after what a stamp says, in every order in which the block could have run.
+// Whether an access of a lane comes after the stamped one in every order in which the block could have run.
 LOOM_INLINE bool comes_after(const Warp &w, u32 lane, Stamp s) {
   const Clocks &c = *w.clocks;
   const u32 agent = agent_of(s);
@@ -76,7 +76,7 @@ __attribute__((cold)) LOOM_NOINLINE void report_race(Warp &w, u32 instruction, u
 
 // ---- one access -----------------------------------------------------------------------------------------
 
-// A lane, or an operation that it has begun, reads `n` bytes. `as` says as whom: the agent, its time, the instruction.
+// A lane, or an operation that it issued, reads `n` bytes. `as` has the agent, its time and the instruction.
 LOOM_INLINE void shadow_read(Warp &w, u32 lane, u32 address, u32 n, Stamp as, Stamp *plane) {
   Shadow &shadow = *w.block->shadow;
   const u32 at = address - SHARED_BASE;
@@ -86,7 +86,7 @@ LOOM_INLINE void shadow_read(Warp &w, u32 lane, u32 address, u32 n, Stamp as, St
   bool fine = differs == 0 && time_of(writes[0]) >= w.block->began && comes_after(w, lane, writes[0]);
   for (u32 k = 0; k < n && !fine; ++k) {
     if (time_of(writes[k]) < w.block->began) {
-      found(w, SHARED_UNINITIALISED, instruction_of(as), lane, address + k);
+      found(w, SHARED_UNINITIALIZED, instruction_of(as), lane, address + k);
       break;
     }
     if (!comes_after(w, lane, writes[k])) {
@@ -102,7 +102,7 @@ LOOM_INLINE void shadow_read(Warp &w, u32 lane, u32 address, u32 n, Stamp as, St
   }
 }
 
-// Whether the bytes could have been read by somebody who may come later.
+// Whether the bytes may be read by somebody later.
 LOOM_INLINE bool after_reads(Warp &w, u32 lane, u32 at, u32 n, Stamp &culprit, u32 &which) {
   Shadow &shadow = *w.block->shadow;
   for (u32 r = 0; r < shadow.reader_count; ++r) {
@@ -138,7 +138,7 @@ LOOM_NOINLINE void shadow_write_slowly(Warp &w, u32 lane, u32 address, const u8 
   }
 }
 
-// A lane, or an operation that it has begun, writes `n` bytes; `data` may be null if they are not known yet.
+// A lane, or an operation that it issued, writes `n` bytes; `data` is null if they are not known yet.
 LOOM_INLINE void shadow_write(Warp &w, u32 lane, u32 address, const u8 *data, u32 n, Stamp as) {
   Shadow &shadow = *w.block->shadow;
   const u32 at = address - SHARED_BASE;
@@ -171,7 +171,7 @@ LOOM_NOINLINE void read_shared(Warp &w, const Instruction &i, const u64 *address
   }
 }
 
-// Rows of 16 bytes that the warp reads together: each goes to several lanes, whichever gave its address.
+// Rows of 16 bytes that the warp reads together: each goes to several lanes, whichever lane provided its address.
 LOOM_NOINLINE void read_shared_rows(Warp &w, const Instruction &i, const u64 *address, u32 lanes) {
   Stamp *plane = plane_of(*w.block->shadow, w.number, w.clocks->own);
   const Stamp as = stamp(w.clocks->own, i.number, SEVERAL_LANES, w.number);
@@ -189,7 +189,7 @@ LOOM_NOINLINE void read_shared_rows(Warp &w, const Instruction &i, const u64 *ad
   }
 }
 
-// Lane after lane, each store before the next check: two lanes may mean the same bytes.
+// Lane by lane, each store before the next check: two lanes may access the same bytes.
 template <u32 BYTES>
 LOOM_INLINE void write_shared_of(Warp &w, const Instruction &i, const u64 *address, const u8 *data, u32 stride,
                                  u32 bytes, u32 lanes) {
@@ -221,7 +221,7 @@ LOOM_NOINLINE void update_shared(Warp &w, const Instruction &i, const u64 *addre
       Stamp &last = shadow.writes[at + k], culprit = last;
       u32 which;
       if (time_of(last) < w.block->began) {
-        found(w, SHARED_UNINITIALISED, i.number, lane, address[lane] + k);
+        found(w, SHARED_UNINITIALIZED, i.number, lane, address[lane] + k);
         break;
       }
       const bool atomic_before = is_atomic(*w.block, instruction_of(last));

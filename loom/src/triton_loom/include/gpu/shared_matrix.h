@@ -1,8 +1,8 @@
-// Matrices of products as they lie in shared memory, described by 64 bits: for wgmma.h and tcgen05.h.
+// Layout of a product's matrices in shared memory, given by a 64-bit descriptor, for wgmma.h and tcgen05.h.
 //
-// Units read them in chunks of 16 bytes. A step of k is 32 bytes: two chunks of a row, or a chunk of neighbouring rows for
-// each k. A descriptor says where the matrix begins, how far its tiles lie apart and how they are swizzled; which of its
-// two dimensions the neighbours in memory belong to, the instruction says.
+// Units read them in chunks of 16 bytes. A step of k is 32 bytes: two chunks of a row, or a chunk of neighboring rows for
+// each k. A descriptor has the address of the matrix, the strides of its tiles and their swizzle; the instruction says
+// which of the two dimensions is contiguous.
 #pragma once
 #include "../dot.h"
 #include "matrix.h"
@@ -32,20 +32,19 @@ struct Matrix {
     const u32 along = swizzle == Swizzle::none ? leading : CHUNK;
     return swizzled(start + row / 8 * stride + row % 8 * span + half * along, swizzle);
   }
-  // A chunk of neighbouring rows at one k, by its number.
+  // A chunk of neighboring rows at one k, by its number.
   u32 mn_major(u32 rows, u32 k) const {
     if (swizzle == Swizzle::none) return start + rows * stride + k / 8 * leading + k % 8 * CHUNK;
     const u32 chunks = span / CHUNK;
     return swizzled(start + rows / chunks * leading + k / 8 * stride + k % 8 * span + rows % chunks * CHUNK, swizzle);
   }
 };
-// Of a descriptor: the bits that mean nothing, and those that would say where in a swizzle's pattern it begins. From sm_100
-// on bit 46 is the version, and bit 61 (another kind of swizzle) and bit 52 (absolute offsets) have a meaning: not
-// emulated.
+// Bits of a descriptor that mean nothing, and those of the offset into the swizzle's pattern. From sm_100 on bit 46 is the
+// version, and bit 61 (another kind of swizzle) and bit 52 (absolute offsets) have a meaning that is not emulated.
 constexpr u64 UNUSED_BITS = 0x3FFFC000C000C000ull, VERSION_BIT = 1ull << 46, BASE_OFFSET = 7ull << 49;
 
-// Whether a descriptor has the bits that it must have, and no others. Without a swizzle there is no pattern that an offset
-// could begin in; Triton writes one all the same.
+// Whether a descriptor has exactly the bits that it must have. Without a swizzle an offset has no meaning, but Triton writes
+// one all the same.
 LOOM_INLINE bool is_usable(u64 descriptor, u64 must) {
   const u64 ignored = must && descriptor >> 61 == 0 ? BASE_OFFSET : 0;
   return (descriptor & UNUSED_BITS & ~ignored) == must;
@@ -58,9 +57,9 @@ struct Reader {
   const Instruction &i;
   const u32 lane;
   UnitReads reads;
-  bool inside = true;  // all that was read lies in shared memory
+  bool inside = true;  // everything read is in shared memory
 
-  // As the matrix unit of a warp. It was begun by a lane, or by all lanes of the warp together.
+  // As the matrix unit of a warp. The product was issued by a lane, or by all lanes of the warp together.
   Reader(Warp &w, const Instruction &i, u32 lane, bool whole_warp = false)
       : w(w), i(i), lane(lane),
         reads(w, i, lane, MATRIX_UNITS + w.number, w.block->agent_time[MATRIX_UNITS + w.number], whole_warp) {}
@@ -83,10 +82,10 @@ template <class E> LOOM_INLINE typename E::number element_at(const u8 *chunk, u3
   else if constexpr (E::bits == 16) return E::of(((const u16 *)chunk)[k]);
   else return E::of(((const u32 *)chunk)[k]);
 }
-// How many elements a chunk has: four bits each are packed, or take the first half of the chunk only (`padded`).
+// Elements per chunk: 4-bit elements are packed, or fill only the first half of the chunk (`padded`).
 template <class E> constexpr u32 per_chunk(bool padded) { return CHUNK * 8 / E::bits / (E::bits == 4 && padded ? 2 : 1); }
 
-// `rows` rows from `first` on, put by `put(row, k, number)`. `must` are bits that the descriptor has to have.
+// Reads `rows` rows from `first` on into `put(row, k, number)`. The descriptor must have the bits `must`.
 template <class E, bool PADDED = false, class F>
 LOOM_INLINE void read_matrix(Reader &reader, u64 descriptor, u64 must, bool mn_major, u32 first, u32 rows, F put) {
   constexpr u32 PER_CHUNK = per_chunk<E>(PADDED), BYTES = PER_CHUNK * E::bits / 8;
@@ -120,7 +119,7 @@ LOOM_INLINE void read_matrix(Reader &reader, u64 descriptor, u64 must, bool mn_m
 
 constexpr u32 MOST_COLUMNS = 256;
 
-// Rows by columns, in the order of k, sixteen columns at a time. What lies beyond the last column is of no use.
+// Rows by columns, in the order of k, sixteen columns at a time. Values beyond the last column are unused.
 template <u32 K>
 static void multiply_columns(const f32 (*left)[K], const f32 (*right)[MOST_COLUMNS], f32 (*sums)[MOST_COLUMNS],
                              u32 columns) {

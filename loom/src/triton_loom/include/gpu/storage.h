@@ -1,4 +1,4 @@
-// Memory for the machine itself, which is linked to no C++ library.
+// Memory for the machine itself, which is not linked to a C++ library.
 #pragma once
 #include "../simd.h"
 
@@ -32,7 +32,7 @@ template <class T> struct Vec {
     }
     data[count++] = x;
   }
-  void remove(u32 k) {  // the others keep their order
+  void remove(u32 k) {  // preserves the order of the others
     for (--count; k < count; ++k) data[k] = data[k + 1];
   }
   void clear() { count = 0; }
@@ -42,14 +42,14 @@ template <class T> struct Vec {
   }
 };
 
-// Nanoseconds since some moment.
+// Nanoseconds since an arbitrary moment.
 inline u64 now() {
   i64 time[2];
   clock_gettime(1, time);  // CLOCK_MONOTONIC
   return (u64)time[0] * 1000000000 + (u64)time[1];
 }
 
-// Zeroed, at a multiple of 64.
+// Zeroed, aligned to 64.
 inline void *allocate(u64 bytes) {
   const u64 whole = (bytes + 63) / 64 * 64;
   void *memory = aligned_alloc(64, whole ? whole : 64);

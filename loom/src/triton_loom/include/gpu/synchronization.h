@@ -3,12 +3,12 @@
 // A release pattern on a location (st.release, atom.release, or a fence followed by a strong write) synchronizes with an
 // acquire pattern (ld.acquire, atom.acquire, or a strong read followed by a fence) that reads what it wrote, directly or
 // through a chain of atomic operations. Both must be morally strong: threads of different blocks need .gpu or .sys; .cta
-// reaches the own block alone. Relaxed operations order nothing. What the releasing thread had done by then, and all that
-// it knew of, comes before whatever the acquiring thread does next.
+// covers only the thread's own block. Relaxed operations order nothing. All that the releasing thread has done and knows
+// by then comes before whatever the acquiring thread does next.
 //
-// A `Release` says who released and when by its clock. An acquire enters it into the history of its block; nothing is added
-// up until an access meets one of another thread that it may race with. `has_acquired` then walks the histories backwards.
-// The total order of fence.sc operations is not used: which of two comes first is decided at run time alone.
+// A `Release` has the releasing thread and its clock. An acquire enters it into the history of its block; nothing is
+// evaluated until an access meets one of another thread that it may race with. Then `has_acquired` walks the histories
+// backward. The total order of fence.sc operations is not used: it is only decided at run time.
 #pragma once
 #include "clocks.h"
 
@@ -17,11 +17,11 @@ namespace gpu {
 struct Release {
   u32 block;   // in the launch
   u32 thread;  // in the block
-  Time time;   // what the thread did up to then is handed on
-  u32 narrow;  // .cta: within the block alone
+  Time time;   // accesses of the thread up to then are published
+  u32 narrow;  // .cta: only within the block
 };
-// By a thread, or by `threads` neighbours in a warp, the first of which is `thread`: each from a neighbour of the one that
-// the thread before it has acquired from. Sums over whole tiles do that.
+// By a thread, or by `threads` neighbors in a warp, the first of which is `thread`: each acquires from the neighbor of the
+// thread that its predecessor acquired from. Sums over whole tiles do that.
 struct Acquire {
   Release from;
   u32 thread;
@@ -29,19 +29,19 @@ struct Acquire {
   u32 threads;
 };
 
-// What threads of a block have released and acquired. A snapshot is what a warp knew of its block at a time: the warp, the
-// time, and the time known of each warp.
+// Releases and acquires of a block's threads. A snapshot is a warp's knowledge of its block at a time: the warp, the time,
+// and the time known of each warp.
 struct History {
   Vec<Acquire> acquired;
   u32 entered;            // how many threads' acquires they are
   Vec<Acquire> unfenced;  // by relaxed reads, until their threads execute a fence
   Vec<Time> snapshots;
-  u32 last_snapshot[WARPS];   // where that of a warp begins, counted from 1
+  u32 last_snapshot[WARPS];   // start of that of a warp, counted from 1
   Time last_acquired[WARPS];  // by a warp
   Acquire recent[8];          // the same is not entered again
 };
 
-// The releases of a location, where its last write does not say them all.
+// The releases of a location, if its last write does not have them all.
 struct Location {
   u64 address;
   Vec<Release> releases;
@@ -58,7 +58,7 @@ struct Synchronization {
 
 // ---- locks ----------------------------------------------------------------------------------------------
 
-// What a strong operation does to memory and what is noted of it are one step where blocks run at the same time.
+// A strong operation's effect on memory and its record are one atomic step if blocks run in parallel.
 struct Indivisible {
   Synchronization *s = nullptr;
 
@@ -105,7 +105,7 @@ static void end_synchronization(Synchronization &s) {
   s = {};
 }
 
-// What the warp knows of its block now can be asked for later.
+// Saves the warp's current knowledge of its block for later queries.
 static void keep_snapshot(const Warp &w) {
   History &h = history_of(*w.block);
   const u32 warps = w.block->warp_count, last = h.last_snapshot[w.number];
@@ -172,15 +172,15 @@ static Location &location_at(Synchronization &s, u64 address) {
 
 // ---- what one knows -------------------------------------------------------------------------------------
 
-// What is known of a warp: what all of its lanes did up to a time, and what some lanes did up to another.
+// Knowledge of a warp: accesses of all of its lanes up to a time, and of some lanes up to another.
 struct KnownWarp {
   Time all, some;
   u32 lanes;
 };
 struct KnownBlock {
   u32 block;
-  bool waiting;  // to be looked at: something was added
-  u32 seen;      // of its acquires, when it was last looked at
+  bool waiting;  // to be processed: something was added
+  u32 seen;      // of its acquires, when it was last processed
   KnownWarp warps[];
 
   bool covers(u32 thread, Time time) const {
@@ -189,12 +189,12 @@ struct KnownBlock {
   }
 };
 
-// All that a block, a warp of it or a lane has got to know by acquiring, as far as it was looked at.
+// All that a block, a warp of it or a lane has learned by acquiring, as far as it was processed.
 struct Closure {
   Vec<KnownBlock *> blocks;
   Vec<u32> table;    // by block, a power of two: its place among `blocks`, counted from 1
-  Vec<u32> waiting;  // places of blocks to be looked at
-  KnownBlock *last;  // that was asked about
+  Vec<u32> waiting;  // positions of blocks to be processed
+  KnownBlock *last;  // queried
   u32 lane;          // whose it is, if it is a lane's
 };
 struct Closures {
@@ -262,14 +262,14 @@ static void look_at(Closure &c, KnownBlock &known) {
   c.waiting.push(*slot_of(c, known.block));
 }
 
-// More is known of a block: of its warps, and of a thread.
+// Adds knowledge of a block: of its warps, and of a thread.
 static void add_known(Closure &c, KnownBlock &known, const Time *times, u32 warps, u32 thread, Time time) {
   bool more = false;
   for (u32 k = 0; times && k < warps; ++k)
     if (times[k] > known.warps[k].all) known.warps[k].all = times[k], more = true;
   if (thread != NOBODY && !known.covers(thread, time)) {
     KnownWarp &k = known.warps[thread / LANES];
-    // Of several lanes at several times, the latest stands for all of them.
+    // If there are several lanes at several times, the latest stands for all of them.
     k.lanes |= 1u << thread % LANES;
     k.some = time > k.some ? time : k.some;
     more = true;
@@ -277,7 +277,7 @@ static void add_known(Closure &c, KnownBlock &known, const Time *times, u32 warp
   if (more) look_at(c, known);
 }
 
-// What the threads that are known have acquired is known as well. Ends as soon as the answer to the question is yes.
+// Adds what the known threads have acquired. Ends as soon as the answer to the question is yes.
 static bool spread(Synchronization &s, Closure &c, u32 warps, u32 block, u32 thread, Time time) {
   for (u32 first = 0; first < c.waiting.count; ++first) {
     KnownBlock &known = *c.blocks[c.waiting[first] - 1];
@@ -303,7 +303,7 @@ static bool spread(Synchronization &s, Closure &c, u32 warps, u32 block, u32 thr
   return false;
 }
 
-// What a closure begins with: what is known of the block itself, and of a thread of it.
+// The start of a closure: knowledge of the block itself, and of a thread of it.
 static bool knows(Block &b, Closure &c, const Time *times, u32 self, Time now, u32 block, u32 thread, Time time) {
   if (is_known(c, block, thread, time)) return true;
   Synchronization &s = *b.synchronization;
@@ -314,7 +314,7 @@ static bool knows(Block &b, Closure &c, const Time *times, u32 self, Time now, u
 }
 
 // Whether a lane has acquired what a thread did at a time, or (thread NOBODY) anything at all of a block. Mostly all warps
-// know it, since a barrier followed the acquire.
+// know it, because a barrier followed the acquire.
 __attribute__((cold)) LOOM_NOINLINE bool has_acquired(const Warp &w, u32 lane, u32 block, u32 thread, Time time) {
   Block &b = *w.block;
   const Indivisible guard(w, true);

@@ -1,10 +1,10 @@
-// tcgen05.mma and tcgen05.cp: products and copies that one thread begins, with results in tensor memory.
+// tcgen05.mma and tcgen05.cp: products and copies that one thread issues, with results in tensor memory.
 //
-// A product is D = A B + D: D has 64 or 128 rows in tensor memory, A lies there or in shared memory, B in shared memory. A
-// step of k is 32 bytes. 32 bits say what the operands are (the instruction descriptor). The result is computed when the
-// product begins, as a chain of FMAs in the order of k (see matrix.h); what makes it asynchronous is checked instead: all
-// that one thread begins is done in its order by the matrix unit of its warp, and until a tcgen05.commit after it has made
-// an mbarrier arrive, and that was waited for, it may be under way.
+// A product is D = A B + D: D has 64 or 128 rows in tensor memory, A is there or in shared memory, B in shared memory. A step
+// of k is 32 bytes. 32 bits (the instruction descriptor) describe the operands. The result is computed when the product is
+// issued, as a chain of FMAs in the order of k (see matrix.h); asynchrony is checked instead: the matrix unit of its warp
+// performs one thread's operations in order, and an operation is pending until a later tcgen05.commit has arrived at an
+// mbarrier that was waited for.
 //
 // Row r of 128 is lane r. Row r of 64 is lane r % 16 of quarter r / 16, in its first or second half as the address says.
 #pragma once
@@ -38,7 +38,7 @@ struct ProductDescriptor {
   u32 columns() const { return field(17, 6) * 8; }
   u32 rows() const { return field(24, 5) * 16; }
   bool saturates() const { return field(3, 1); }
-  // Of products with scales, which byte of a cell is the first scale; and whether a scale is a power of two.
+  // For products with scales: which byte of a cell is the first scale, and whether a scale is a power of two.
   u32 a_scale() const { return field(29, 2); }
   u32 b_scale() const { return field(4, 2); }
   bool scales_are_powers() const { return field(23, 1); }
@@ -55,8 +55,7 @@ struct ProductDescriptor {
       default: return a == 1 && b == 1 && !a_mn_major() && !b_mn_major();
     }
   }
-  // Whether it means something, and something that is emulated: no sparse matrices, no formats of six bits, no MN-major
-  // tf32.
+  // Whether it is valid and emulated: no sparse matrices, no 6-bit formats, no MN-major tf32.
   bool is_usable(ProductType type, u32 vector) const {
     const u32 m = rows(), n = columns();
     if (bits & 0x47 || !has_types(type) || n < 8 || n > MOST_COLUMNS || (m != 64 && m != 128)) return false;
@@ -129,7 +128,7 @@ static bool read_left(TensorUse &use, u32 address, u32 rows, LeftMatrix<T, K> &l
 
 // ---- scales ---------------------------------------------------------------------------------------------
 
-// The scales of 32 rows of A, or columns of B, are a column: a row is a lane, its four bytes are scales along k. Each
+// The scales of 32 rows of A, or columns of B, are a column: a row is a lane, whose four bytes are scales along k. Each
 // quarter of the lanes has all of them.
 struct Scales {
   u8 of[MOST_COLUMNS][4];
@@ -154,7 +153,7 @@ struct Scales {
 };
 LOOM_INLINE f64 scale_of(u32 code, bool power) { return power ? Ue8m0::of(code) : Ue4m3::of(code); }
 
-// Scaled elements are exact in f32 unless they are too large for it; then sums are made in f64, one rounding each.
+// Scaled elements are exact in f32 unless they are too large for it; then sums are computed in f64, with one rounding each.
 template <u32 K> struct ScaledProduct {
   f64 a[MOST_ROWS][K], b[K][MOST_COLUMNS];
 
@@ -186,8 +185,8 @@ template <class T> LOOM_INLINE u32 cell_of_number(T x, u32 format, bool saturate
   else return format == 0 ? ptx::encode<ptx::f16, ptx::NEAREST, false, false>(x) : bits<u32>(ptx::canonical(x));
 }
 
-// One lane's product. Operands: D, A (an address of tensor memory or a descriptor), descriptor of B, instruction descriptor,
-// with scales the addresses of those of A and B, and whether D is added. The immediate: offsets of D's and of A's address.
+// One lane's product. Operands: D, A (an address in tensor memory or a descriptor), descriptor of B, instruction descriptor,
+// addresses of the scales of A and B if there are any, and whether D is added. The immediate: offsets of D and of A.
 template <ProductType TYPE, bool A_IN_TENSOR, u32 VECTOR>
 static void multiply_in_tensor(Warp &w, const Instruction &i, u32 lane) {
   constexpr bool INTEGERS = TYPE == ProductType::i8, SCALED = is_scaled(TYPE), PADDED = !is_packed_fp4(TYPE);
@@ -284,9 +283,8 @@ template <ProductType TYPE, bool A_IN_TENSOR, u32 VECTOR = 1> static void tensor
 
 // ---- copies ---------------------------------------------------------------------------------------------
 
-// Rows of 16 or 32 bytes of shared memory (K-major) become 4 or 8 columns. What has fewer rows than there are lanes is
-// written several times: to lanes a multiple of REPEAT later, and of rows beyond SPLIT from lane 64 on. Operands: address,
-// descriptor.
+// Rows of 16 or 32 bytes of shared memory (K-major) become 4 or 8 columns. If there are fewer rows than lanes, they are
+// written several times: every REPEAT lanes, with rows beyond SPLIT from lane 64 on. Operands: address, descriptor.
 template <u32 ROWS, u32 CHUNKS, u32 REPEAT, u32 SPLIT> static void copy_to_tensor(Warp &w, const Instruction &i) {
   Block &b = *w.block;
   TensorMemory &t = tensor_memory_of(b);

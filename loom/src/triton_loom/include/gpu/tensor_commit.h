@@ -1,8 +1,8 @@
-// tcgen05.commit: an mbarrier arrives when all products and copies are done that the thread has begun before.
+// tcgen05.commit: arrives at an mbarrier when all products and copies that the thread has issued are complete.
 //
-// Whoever waits for the mbarrier then knows what the matrix unit did and what it knew: whatever it read was written before.
-// The thread's own deeds are not handed on. The arrival comes as late as it may, when nobody can go on, or (`early`) at
-// once; those of one thread come in their order.
+// Whoever waits for the mbarrier then knows the matrix unit's accesses and all that it knew: whatever it read was written
+// before. The thread's own accesses are not published. The arrival happens as late as allowed, when nobody can continue, or
+// (`early`) at once; arrivals of one thread are in order.
 #pragma once
 #include "mbarrier.h"
 #include "tensor_memory.h"
@@ -37,7 +37,7 @@ static void commit_tensor(Warp &w, const Instruction &i) {
   const u32 agent = MATRIX_UNITS + w.number;
   each_address(w, i, 0, [&](u32 lane, u32 address) {
     if (!mbarrier_at(w, i, lane, address, agent)) return;
-    // Of what another thread of the warp has begun it says nothing.
+    // It does not cover operations of other threads of the warp.
     const bool others = own.is_open && lane_of(own.last) != lane;
     Commit *commit = (Commit *)allocate(sizeof(Commit));
     *commit = {address, w.number, lane, &i, others ? b.began - 1 : b.agent_time[agent], {}};

@@ -1,6 +1,6 @@
-// The 128 bytes of a tensor map, which say what a bulk copy moves. NVIDIA's encoding is not public; nobody but the
-// machine reads the bytes, so this is one of our own. Maps are made on the host by cuTensorMapEncodeTiled (libcuda.cpp)
-// or in a kernel by tensormap.replace, field by field, in memory that the kernel has filled with zeros.
+// The 128 bytes of a tensor map, which describes a bulk copy. NVIDIA's encoding is not public; only the machine reads the
+// bytes, so this encoding is our own. Maps are made on the host by cuTensorMapEncodeTiled (libcuda.cpp) or in a kernel by
+// tensormap.replace, field by field, in memory that the kernel has filled with zeros.
 //
 // Numbers of types and modes are those of tensormap.replace in the PTX manual.
 #pragma once
@@ -34,7 +34,7 @@ enum class SwizzleAtom : uint8_t { bytes16, bytes32, bytes32_flip8, bytes64 };  
 enum class Fill : uint8_t { zeros, nan };                                       // of elements outside of the tensor
 
 struct alignas(64) TensorMap {
-  // Which fields of a map have been given a value: a map with a field missing is no map.
+  // The fields that have been given a value: a map with a missing field is invalid.
   enum Given : uint32_t {
     ADDRESS = 1u << 0,
     RANK = 1u << 1,
@@ -50,7 +50,7 @@ struct alignas(64) TensorMap {
   };
 
   uint64_t address;
-  // Triton clears bit 21 of the second word of a map, against a fault of some CUDA drivers. It is bit 5 of `swizzle`,
+  // Triton clears bit 21 of the second word of a map, to work around a bug of some CUDA drivers. It is bit 5 of `swizzle`,
   // which is never set.
   uint8_t last_dimension;  // the rank less one
   ElementType type;
@@ -84,12 +84,12 @@ static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 constexpr int ELEMENT_BITS[] = {8, 16, 32, 32, 64, 64, 16, 32, 32, 64, 16, 32, 32, 4, 4, 6};
 constexpr int SWIZZLE_BYTES[] = {0, 32, 64, 128, 96};
 
-// Bits of an element in global memory; 0 for a number that is no type.
+// Bits of an element in global memory; 0 for an invalid type.
 inline int element_bits(ElementType type) { return uint8_t(type) < 16 ? ELEMENT_BITS[uint8_t(type)] : 0; }
 
 inline bool is_float(ElementType type) { return type >= ElementType::f16 && type <= ElementType::tf32_ftz; }
 
-// How many bytes of shared memory a swizzle permutes: a row of the box is no longer.
+// The bytes of shared memory that a swizzle permutes: a row of the box is at most as long.
 inline int swizzle_bytes(Swizzle swizzle) { return uint8_t(swizzle) < 5 ? SWIZZLE_BYTES[uint8_t(swizzle)] : 0; }
 
 }  // namespace gpu

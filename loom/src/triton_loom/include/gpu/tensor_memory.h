@@ -1,12 +1,12 @@
-// Tensor memory: 128 lanes by 512 columns of 32 bits, which a block allocates by columns; what warps load and store there.
+// Tensor memory: 128 lanes by 512 columns of 32 bits, which a block allocates by columns; its loads and stores by warps.
 //
-// An address is a lane (bits 16 and up) and a column. A warp reaches the 32 lanes of its quarter (its number % 4) only.
-// Loads and stores are asynchronous: to the vector clocks those of a warp are two agents, whose deeds the warp knows after
-// tcgen05.wait::ld or ::st, and hands on by barriers. Products and copies of tcgen05.h are done by the matrix unit of the
-// warp whose thread begins them.
+// An address is a lane (bits 16 and up) and a column. A warp can only access the 32 lanes of its quarter (its number % 4).
+// Loads and stores are asynchronous: in the vector clocks those of a warp are two agents, whose accesses the warp knows after
+// tcgen05.wait::ld or ::st, and passes on by barriers. Products and copies of tcgen05.h are performed by the matrix unit of
+// the warp whose thread issues them.
 //
-// The shadow has a stamp for sixteen lanes of a column: no instruction here touches fewer. Of each the last write is kept,
-// and the last read of each agent. Nothing is in tensor memory until somebody writes it.
+// The shadow has a stamp for sixteen lanes of a column: no instruction here touches fewer. It keeps the last write of each,
+// and the last read of each agent. Tensor memory is uninitialized until somebody writes it.
 #pragma once
 #include "memory.h"
 #include "units.h"
@@ -15,7 +15,7 @@ namespace gpu {
 
 constexpr u32 TENSOR_LANES = 128, TENSOR_COLUMNS = 512, LANE_GROUP = 16, LANE_GROUPS = TENSOR_LANES / LANE_GROUP;
 constexpr u32 LEAST_COLUMNS = 32;      // that can be allocated
-constexpr u32 UNWRITTEN = 0x7FFF7FFF;  // a NaN in every format: whoever uses it shall see it in the result
+constexpr u32 UNWRITTEN = 0x7FFF7FFF;  // a NaN in every format, so that a use shows in the result
 
 struct Allocation {
   u32 first, columns, instruction, warp;
@@ -35,7 +35,7 @@ struct TensorMemory {
     Vec<const Instruction *> loads;      // that the warp has not waited for
     Time loads_waited, stores_waited;    // of the warp's own
     Time fenced[KNOWLEDGE];              // what the warp knew at its last tcgen05.fence::after_thread_sync
-    Time unit_known[KNOWLEDGE];          // what its matrix unit knows: that of whoever has begun its last operation
+    Time unit_known[KNOWLEDGE];          // what its matrix unit knows: the knowledge of the issuer of its last operation
     Stamp last;                          // of that operation
     bool is_open;                        // it is not committed
   } of[WARPS];
@@ -78,7 +78,7 @@ LOOM_INLINE TensorMemory &tensor_memory_of(Block &b) {
 LOOM_INLINE u32 lane_of_address(u32 address) { return address >> 16; }
 LOOM_INLINE u32 column_of_address(u32 address) { return address & 0xFFFF; }
 
-// Columns that belong to the block, from the address on.
+// The block's columns, from the address on.
 LOOM_INLINE bool are_owned(const TensorMemory &t, u32 address, u32 columns) {
   const u32 first = column_of_address(address);
   if (first + columns > TENSOR_COLUMNS) return false;
@@ -87,7 +87,7 @@ LOOM_INLINE bool are_owned(const TensorMemory &t, u32 address, u32 columns) {
   return true;
 }
 
-// What a lane has begun, or the lanes of a warp together, touches tensor memory as an agent at a time.
+// Accesses to tensor memory, under an agent and a time, by an operation of a lane or of a warp's lanes together.
 struct TensorUse {
   Warp &w;
   const Instruction &i;
@@ -103,7 +103,7 @@ struct TensorUse {
         t(tensor_memory_of(*w.block)),
         as(stamp(w.block->agent_time[agent], i.number, is_unit ? lane : SEVERAL_LANES, agent)) {}
 
-  // Whether what a stamp says is known to be done. If the kernel fences threads, it must be known by way of a fence.
+  // Whether a stamped access is known to be complete. If the kernel fences threads, this must be known through a fence.
   bool comes_before(Stamp s) {
     const auto &own = t.of[w.number];
     const u32 by = agent_of(s);
@@ -117,7 +117,7 @@ struct TensorUse {
     }
     return true;
   }
-  // What one thread has begun in one unit is done in this order.
+  // Operations of one thread in one unit are performed in order.
   bool is_pipelined(Stamp s) const { return is_unit && agent_of(s) == agent && lane_of(s) == lane; }
   bool is_copy(Stamp s) const { return w.block->launch->instructions[instruction_of(s)].flags & TENSOR_COPY; }
 
@@ -129,15 +129,15 @@ struct TensorUse {
     const u32 by = agent_of(s), other = lane_of(s) < LANES ? lane_of(s) : 0;
     found(w, kind, i.number, lane, address, instruction_of(s), by % WARPS * LANES + other);
   }
-  // A product reads what another one has made only after that is known to be done; what copies bring is there in time. A
-  // load may take what nobody has written: where a pipelined loop has no turns, Triton loads sums that were never made, and
-  // drops them.
+  // A product reads the result of another one only after that is known to be complete; copies complete in time. A load may
+  // read cells that nobody has written: if a pipelined loop has no iterations, Triton loads sums that were never computed,
+  // and drops them.
   void read(u32 group, u32 column, bool adds = false) {
     const Stamp s = t.writes[group][column];
     if (time_of(s) < w.block->began) {
-      if (is_unit) report(TENSOR_UNINITIALISED, group, column, 0);
+      if (is_unit) report(TENSOR_UNINITIALIZED, group, column, 0);
     } else if (!(is_pipelined(s) && (adds || is_copy(s))) && !comes_before(s)) report(TENSOR_RACE, group, column, s);
-    if (adds) return;  // the write that follows stands for it
+    if (adds) return;  // the write that follows covers it
     if (!plane) plane = plane_of_reads();
     plane[group][column] = as;
   }
@@ -145,7 +145,7 @@ struct TensorUse {
     check_end(group, column);
     t.writes[group][column] = as;
   }
-  // Nothing may be under way there.
+  // Nothing may be pending there.
   void check_end(u32 group, u32 column) {
     const Stamp s = t.writes[group][column];
     if (time_of(s) >= w.block->began && !is_pipelined(s) && !comes_before(s)) report(TENSOR_RACE, group, column, s);
@@ -167,8 +167,8 @@ struct TensorUse {
 
 // ---- allocation -----------------------------------------------------------------------------------------
 
-// Operands: where in shared memory the address goes, how many columns. The highest that are free are taken: other blocks of
-// the multiprocessor may have those from 0 on.
+// Operands: where in shared memory to store the address, number of columns. The highest free columns are allocated: other
+// blocks of the multiprocessor may have those from 0 on.
 static void allocate_columns(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   Block &b = *w.block;
@@ -185,7 +185,7 @@ static void allocate_columns(Warp &w, const Instruction &i) {
     for (u32 k = 0; k < columns; ++k) taken |= t.owned[at + k];
     if (!taken) first = at;
   }
-  if (first == TENSOR_COLUMNS) return found(w, TENSOR_MISUSE, i.number, lane);  // it would wait for ever
+  if (first == TENSOR_COLUMNS) return found(w, TENSOR_MISUSE, i.number, lane);  // it would wait forever
   for (u32 k = 0; k < columns; ++k) {
     t.owned[first + k] = true;
     for (u32 row = 0; row < TENSOR_LANES; ++row) t.cells[row][first + k] = UNWRITTEN;
@@ -195,7 +195,7 @@ static void allocate_columns(Warp &w, const Instruction &i) {
   write_one(w, i, lane, addresses[lane], &first, 4);
 }
 
-// Operands: address, how many columns.
+// Operands: address, number of columns.
 static void free_columns(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   TensorMemory &t = tensor_memory_of(*w.block);
@@ -220,7 +220,7 @@ static void relinquish(Warp &w, const Instruction &i) {
 
 // ---- loads and stores -----------------------------------------------------------------------------------
 
-// Which cell of a shape a register of a thread is: row and column.
+// The cell of a shape that is in a register of a thread: row and column.
 struct TensorCell {
   u32 row, column;
 };
@@ -245,7 +245,7 @@ struct Shape16x32bx2 {  // the second sixteen lanes of the warp have columns of 
   static TensorCell at(u32 r, u32 lane) { return {lane % 16, r}; }
 };
 
-// Where an instruction of a warp goes: up to two runs of columns in one or two groups of sixteen lanes.
+// The cells of a warp's instruction: up to two runs of columns in one or two groups of sixteen lanes.
 template <class SHAPE, u32 PACK> struct TensorPlace {
   static constexpr bool TWO = __is_same(SHAPE, Shape16x32bx2);
   u32 address[2];  // of the first and of the second sixteen threads
@@ -313,7 +313,7 @@ template <class SHAPE, u32 PACK> static void store_tensor(Warp &w, const Instruc
   if (w.block->checks) {
     TensorUse use(w, i, first_lane(w.mask), TENSOR_STORES + w.number);
     place.each_group([&](u32 group, u32 column) {
-      if (t.writes[group][column] != use.as) use.write(group, column);  // else the other half of the warp was there
+      if (t.writes[group][column] != use.as) use.write(group, column);  // otherwise the other half of the warp did it
     });
   }
   for (u32 r = 0; r < registers; ++r) {
@@ -326,8 +326,8 @@ template <class SHAPE, u32 PACK> static void store_tensor(Warp &w, const Instruc
   }
 }
 
-// The loads, or the stores, of the warp so far are done. Others hear of it by the next barrier; in a kernel that fences
-// threads, only if the warp has fenced it before.
+// The warp's loads, or stores, so far are complete. Others learn of it at the next barrier; in a kernel that fences threads,
+// only if the warp has executed a fence before.
 template <bool LOADS> static void wait_for_tensor(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   auto &own = tensor_memory_of(*w.block).of[w.number];
@@ -352,8 +352,8 @@ static void fence_after(Warp &w, const Instruction &) {
 
 // ---- registers that a load may still be filling ---------------------------------------------------------
 
-// Stands in for the handler of an instruction that uses results of a load which may be under way, or copies of them. That
-// handler follows the operands, in two words.
+// Replaces the handler of an instruction that may use results of a pending load, or copies of them. The original handler
+// follows the operands, in two words.
 static void touch_loaded(Warp &w, const Instruction &i) {
   const auto &loads = tensor_memory_of(*w.block).of[w.number].loads;
   const u32 lane = first_lane(w.mask);

@@ -1,12 +1,12 @@
-// Units that work beside the warps: what they have under way, and how they reach shared memory.
+// Asynchronous units: their pending operations, and their accesses to shared memory.
 //
-// A bulk copy of a tile, or a product of a warp group, is begun by a thread and goes on by itself. To the vector clocks it
+// A bulk copy of a tile, or a product of a warp group, is issued by a thread and proceeds on its own. In the vector clocks it
 // is an agent of its own: the loads that one mbarrier counts, the stores of a warp, the products of a warp. When it begins,
-// it must come after whatever touched its bytes before; that is what the thread that begins it knows. Whoever waits for it
-// gets to know the agent's time. So a hazard is found in whichever order things happen to run here.
+// all earlier accesses to its bytes must be known to the issuing thread. Whoever waits for it learns the agent's time. So a
+// hazard is found in whichever order things happen to run here.
 //
-// The units reach memory by the asynchronous proxy, threads by the generic one. What a thread has written is seen by a unit
-// only after a fence.proxy.async, by the writer or by somebody who knows of the write and hands that on.
+// The units access memory through the asynchronous proxy, threads through the generic one. A unit sees a thread's write only
+// after a fence.proxy.async, by the writer or by somebody who knows of the write and passes that on.
 #pragma once
 #include "global_shadow.h"
 #include "memory.h"
@@ -18,18 +18,18 @@ namespace gpu {
 struct MBarrier {
   u32 address;
   bool live;
-  u32 count;      // arrivals that a phase takes
-  u32 pending;    // of which it still waits for these
-  i64 bytes;      // that copies are expected to bring, less those that they have brought
-  u32 phase;      // how many are over
-  u32 under_way;  // copies that have been begun and not arrived
-  u32 agent;      // that its copies are
-  Stamp made;     // of the write that initialised it
+  u32 count;      // arrivals per phase
+  u32 pending;    // arrivals that are still missing
+  i64 bytes;      // expected from copies, less those that have arrived
+  u32 phase;      // number of completed phases
+  u32 under_way;  // copies that were issued and have not arrived
+  u32 agent;      // of its copies
+  Stamp made;     // of the write that initialized it
   bool fenced;    // by a fence.mbarrier_init of the thread that did
   Stamp copied;   // of the last copy that it counts; 0 if there is none
-  u32 copied_by;  // the warp that began it
-  Time known[KNOWLEDGE];  // to those who have come
-  Time over[KNOWLEDGE];   // the same when the last phase was over: whoever has waited knows it
+  u32 copied_by;  // the warp that issued it
+  Time known[KNOWLEDGE];  // to those that have arrived
+  Time over[KNOWLEDGE];   // `known` at the end of the last phase: whoever has waited knows it
 };
 
 // A copy of a tile between global and shared memory: bulk.h.
@@ -45,7 +45,7 @@ struct BulkCopy {
   bool scattered;  // its rows are named one by one
 };
 
-// A tensor map that was made by the kernel: maps.h.
+// A tensor map that the kernel made: maps.h.
 struct MadeMap {
   u64 address;
   u32 warp, instruction;
@@ -59,20 +59,20 @@ struct OpenProduct {
   Time group;
 };
 
-constexpr u32 GROUP = 4;  // warps that make a product together
+constexpr u32 GROUP = 4;  // warps that issue a product together
 
-// What the warps of a group have begun: the same products, with the same descriptors, one after another.
+// The products that the warps of a group have issued: the same ones, with the same descriptors, one after another.
 struct ProductStep {
   const Instruction *instruction;
   u64 left, right;
 };
 struct WarpGroup {
-  Vec<ProductStep> steps;  // those that not all warps have come to
+  Vec<ProductStep> steps;  // those that not all warps have reached
   u32 first;               // the number of the first of them
   u32 done[GROUP];         // by each warp
 };
 
-// The barrier of a cluster that has no other block: arrivals and waits of all threads.
+// The barrier of a one-block cluster: arrivals and waits of all threads.
 struct ClusterBarrier {
   u32 arrived, phase;
   u32 came[WARPS];  // the phase in which a warp arrived
@@ -94,8 +94,8 @@ struct Units {
 
 // ---- what a lane alone hands on -------------------------------------------------------------------------
 
-// The lanes of the current instruction hand on what they know and have done. Where the first lane is alone, that is what
-// it knows itself and what it did itself, not what other lanes did since they last waited for each other.
+// The lanes of the current instruction publish their knowledge and accesses. If the first lane is alone, these are its own
+// only, not what other lanes did since they last waited for each other.
 LOOM_INLINE void hand_on_by_lanes(Warp &w, Time *to) {
   Clocks &c = *w.clocks;
   if (w.mask != 1 || w.live == 1) return hand_on(w, to);
@@ -107,7 +107,7 @@ LOOM_INLINE void hand_on_by_lanes(Warp &w, Time *to) {
 
 // ---- the two proxies ------------------------------------------------------------------------------------
 
-// fence.proxy.async: what the threads know to be written can be seen by units.
+// fence.proxy.async: units see the writes that the threads know of.
 static void fence_proxies(Warp &w, const Instruction &) {
   Clocks &c = *w.clocks;
   for (u32 agent = 0; agent < MATRIX_UNITS; ++agent) know(w, FENCED + agent, c.known[agent]);
@@ -128,10 +128,10 @@ LOOM_INLINE bool is_fenced(const Warp &w, u32 lane, Stamp s) {
 
 // ---- how units reach shared memory ----------------------------------------------------------------------
 
-constexpr u32 CHUNK = 16;  // bytes: units move no less, and no swizzle takes it apart
+constexpr u32 CHUNK = 16;  // bytes: the smallest amount that units move, which no swizzle splits
 
-// Reads of a unit, chunk by chunk, as an agent at a time. It was begun by a lane, or (`whole_warp`) by the lanes of a warp
-// together.
+// Reads of a unit, chunk by chunk, under an agent and a time. The operation was issued by a lane, or (`whole_warp`) by the
+// lanes of a warp together.
 struct UnitReads {
   Warp &w;
   const u32 lane;
@@ -165,7 +165,7 @@ struct UnitReads {
       const Stamp s = writes[k];
       const u32 agent = agent_of(s);
       if (k && s == writes[k - 1]) continue;
-      if (time_of(s) < w.block->began) return found(w, SHARED_UNINITIALISED, instruction_of(as), lane, address + k);
+      if (time_of(s) < w.block->began) return found(w, SHARED_UNINITIALIZED, instruction_of(as), lane, address + k);
       if (!(whole_warp && agent == w.number) && !comes_after(w, lane, s))
         return report_race(w, instruction_of(as), lane, s, address + k);
       if (!is_fenced(w, lane, s)) {
@@ -177,7 +177,7 @@ struct UnitReads {
   }
 };
 
-// Writes of a unit that a lane has begun, chunk by chunk, somewhere between two addresses.
+// Writes of a unit for a lane's operation, chunk by chunk, within two addresses.
 struct UnitWrites {
   Warp &w;
   const u32 lane;
@@ -195,7 +195,7 @@ struct UnitWrites {
       doubtful[doubtful_count++] = reader;
     }
   }
-  // Copies read nothing of shared memory but their mbarrier.
+  // Copies read nothing in shared memory except their mbarrier.
   bool has_mbarrier(u32 agent, u32 begin, u32 end) const {
     for (const MBarrier *m : w.block->units->mbarriers)
       if (m->agent == agent && m->address >= begin && m->address < end) return true;
@@ -220,7 +220,7 @@ struct UnitWrites {
   }
 };
 
-// One lane writes bytes of shared memory that are there.
+// One lane writes bytes of shared memory, which must exist.
 LOOM_INLINE void write_one(Warp &w, const Instruction &i, u32 lane, u64 address, const void *data, u32 bytes) {
   u64 addresses[LANES];
   addresses[lane] = address;
@@ -228,7 +228,7 @@ LOOM_INLINE void write_one(Warp &w, const Instruction &i, u32 lane, u64 address,
   else __builtin_memcpy(w.block->shared + (address - SHARED_BASE), data, bytes);
 }
 
-// Where a chunk lies under a swizzle: bits of its absolute address are exchanged.
+// The location of a chunk under a swizzle: bits of its absolute address are exchanged.
 LOOM_INLINE u32 swizzled(u32 address, Swizzle swizzle) {
   switch (swizzle) {
     case Swizzle::bytes32: return address ^ (address >> 7 & 1) << 4;

@@ -1,9 +1,9 @@
-// wgmma: products of a warp group, whose matrices lie in shared memory, described by 64 bits, or (A) in registers.
+// wgmma: products of a warp group, whose matrices are in shared memory (64-bit descriptors) or, for A, in registers.
 //
-// Four warps make one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result
-// is computed when the product begins, as a chain of FMAs in the order of k (see matrix.h). What makes it asynchronous is
-// checked instead: shared memory is read until the group of the product is waited for, and its registers must not be
-// touched before that (ptx/accumulators.py finds the instructions that might).
+// Four warps issue one product of 64 rows; each warp has 16 of them, and reads all of B. A step of k is 32 bytes. The result
+// is computed when the product is issued, as a chain of FMAs in the order of k (see matrix.h). Asynchrony is checked instead:
+// shared memory may be read until the group of the product is waited for, and its registers must not be touched before that
+// (ptx/accumulators.py finds the instructions that might).
 #pragma once
 #include "block_units.h"
 #include "shared_matrix.h"
@@ -98,8 +98,8 @@ static void report_touched(Warp &w, const Instruction &i, const Instruction &pro
   found(w, PRODUCT_UNDER_WAY, i.number, lane, 0, product.number, w.thread(lane));
 }
 
-// Stands in for the handler of an instruction that touches registers of products which may be under way. That handler
-// follows the operands, in two words.
+// Replaces the handler of an instruction that may touch registers of pending products. The original handler follows the
+// operands, in two words.
 static void touch_registers(Warp &w, const Instruction &i) {
   const Registers touched = {i.operands, i.operand_count};
   for (const OpenProduct &open : units_of(*w.block).of[w.number].products)
@@ -110,7 +110,7 @@ static void touch_registers(Warp &w, const Instruction &i) {
   const u64 handler = i.operands[i.operand_count] | (u64)i.operands[i.operand_count + 1] << 32;
   ((Handler)handler)(w, i);
 }
-// Products may add to the same accumulators one after another, but not use results of each other in another way.
+// Products may add to the same accumulators one after another, but not use each other's results in any other way.
 static void check_registers(Warp &w, const Instruction &i) {
   for (const OpenProduct &open : units_of(*w.block).of[w.number].products)
     if (left_matrix(i).meets(accumulators(*open.instruction)) || accumulators(i).meets(left_matrix(*open.instruction)))
@@ -119,7 +119,7 @@ static void check_registers(Warp &w, const Instruction &i) {
 
 // ---- the product ----------------------------------------------------------------------------------------
 
-// The warps of a group must execute the same products. Each is compared with what the first one to come there has done.
+// The warps of a group must execute the same products. Each warp is compared with the first one to arrive.
 static void compare_with_group(Warp &w, const Instruction &i, u64 left, u64 right) {
   WarpGroup &group = units_of(*w.block).groups[w.number / GROUP];
   const u32 step = group.done[w.number % GROUP]++ - group.first;
@@ -184,7 +184,7 @@ static void commit_products(Warp &w, const Instruction &i) {
   ++w.block->agent_time[MATRIX_UNITS + w.number];
 }
 
-// The immediate says how many of the last groups may still be under way.
+// The immediate is the number of latest groups that may still be pending.
 static void wait_for_products(Warp &w, const Instruction &i) {
   expect_whole(w, i);
   Block &b = *w.block;

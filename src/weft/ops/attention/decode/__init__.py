@@ -1,1 +1,1 @@
-"""Attention of new tokens over a cache."""
+"""Attention of new tokens over a key-value cache."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of attention over a cache of keys and values."""
+"""Arguments and outputs of attention over a key-value cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PART = 512  # tokens
 
 
 class DecodeArgs(NamedTuple):
-    query: Tensor  # [sequences, queries, heads, numbers]
-    k: Tensor  # [pages, page size, heads, numbers]
-    v: Tensor | None  # None: values are the first `v_dim` numbers of keys
+    query: Tensor  # [sequences, queries, heads, dim]
+    k: Tensor  # [pages, page size, heads, dim]
+    v: Tensor | None  # None: values are the first `v_dim` elements of keys
     k_scale: Tensor | None
     v_scale: Tensor | None
     page_table: Tensor  # [sequences, pages]
@@ -20,7 +20,7 @@ class DecodeArgs(NamedTuple):
     sinks: Tensor | None  # [heads]
     scale: float
     softcap: float  # 0 for none
-    left: int | None  # of the window
+    left: int | None  # keys before its own that a query sees; None for all
     v_dim: int
 
 

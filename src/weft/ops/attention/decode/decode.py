@@ -1,17 +1,17 @@
-"""Attention over caches: the last tokens of sequences, whose keys and values lie in pages.
+"""Attention over caches: queries are the last tokens of sequences whose keys and values are stored in pages.
 
-    token j of sequence s lies in page `page_table[s, j // page_size]`, at place j % page_size
+    token j of sequence s lies in page `page_table[s, j // page_size]`, slot j % page_size
     query t of T sees the keys j <= lengths[s] - T + t, and with a window only the last of these
 
-The numbers are those of `attention`. Scales of the cache enter in fp32: those of keys multiply scores, those of values
-multiply the weights of their tokens, or, being the same for all tokens, the result. Codes are multiplied as fp16 or
-bf16, in which they are exact; queries are brought near 1 by a power of two first.
+The formulas are those of `attention`. Scales of the cache are applied in fp32: key scales multiply scores; value scales
+multiply the weights of their tokens or, if all tokens share a scale, the result. Codes are multiplied as fp16 or bf16,
+which hold them exactly; queries are first scaled close to 1 by a power of two.
 
-A sequence is cut into parts of 512 tokens, each computed by itself, and joined in order:
+A sequence is split into parts of 512 tokens. Parts are computed independently and merged in order:
 
-    largest = max lse_i      y = sum exp(lse_i - largest) y_i / sum exp(lse_i - largest)
+    m = max lse_i      y = sum exp(lse_i - m) y_i / sum exp(lse_i - m)
 
-so that the bits of a sequence depend neither on the other sequences nor on which pages it has.
+so the bits of a sequence depend neither on other sequences nor on which pages it has.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..configs import WIDEST
 from .arguments import DecodeArgs, DecodeOutputs
 from .reference import attention_decode_reference
 
-_LATENT = 576  # numbers of a row of latents in DeepSeek's models
+_LATENT = 576  # elements of a latent row in DeepSeek's models
 
 
-_MOST_TOKENS = 2**30  # of a sequence, so that 32 bits hold the token after the last tile too
+_MOST_TOKENS = 2**30  # per sequence, so that token indices past the last tile still fit in 32 bits
 
 
 class AttentionDecodeOp(Op[DecodeArgs, DecodeOutputs], name="attention_decode", variants=20):
@@ -103,22 +103,22 @@ def attention_decode(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | Attention:
-    """Attention of the last tokens of sequences over a paged cache, as `qkv_prepare(cache=...)` fills it.
+    """Attend from the last tokens of sequences to a paged cache, as `qkv_prepare(cache=...)` fills it.
 
-    query: [sequences, heads, dim], one token of each, or [sequences, queries, heads, dim], its last tokens
-    (speculation, a chunk of a prompt), of which each sees the cache up to itself.
+    query: [sequences, heads, dim], one token of each sequence, or [sequences, queries, heads, dim], its last tokens
+    (speculative decoding, a chunk of a prompt), each of which sees the cache up to itself.
 
     - `cache`: plain in the dtype of query, or FP8 or int8 with scales. Pages are [pages, page_size, heads, dim]; a
       cache [slots, heads, dim] has pages of one token.
-    - `page_table` [sequences, pages], int32: the pages of each sequence, in order. Those past its length or before its
-      window may hold anything. A sequence gives NaN if a query sees a key in a page that the cache does not have.
-    - `lengths` [sequences], int32 or int64: tokens of each sequence, those of query among them. A sequence of length 0
-      or less gives zeros, and one whose length exceeds the room of its pages NaN.
+    - `page_table` [sequences, pages], int32: the pages of each sequence, in order. Entries past its length or before
+      its window may hold anything. A sequence gives NaN if a query sees a key in a page that the cache does not have.
+    - `lengths` [sequences], int32 or int64: tokens of each sequence, including those of query. A sequence of length 0
+      or less gives zeros; one whose length exceeds the capacity of its pages gives NaN.
     - `window`: how many keys before its own a query sees. `scale`, `softcap`, `sinks`: as in `attention`.
-    - `return_lse`: an `Attention(out, lse, None)` with lse fp32 [sequences, heads], or [sequences, heads, queries].
+    - `return_lse`: return `Attention(out, lse, None)`; lse is fp32 [sequences, heads] or [sequences, heads, queries].
 
-    Lengths and pages stay on the device: one CUDA graph serves all of them. The bits of a sequence do not depend on the
-    sequences beside it, nor on where its pages lie. Not differentiable.
+    Lengths and pages stay on the device, so one CUDA graph serves all of them. The bits of a sequence depend neither on
+    other sequences nor on where its pages lie. Not differentiable.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(8, 16, 2, 64), torch.randn(8, 16, 2, 64))  # 8 pages of 16 tokens
@@ -128,7 +128,7 @@ def attention_decode(
     """
     v = cache.v if isinstance(cache, KVCache) else None
     if isinstance(cache, KVCache) and v is None:
-        raise ValueError("the cache has no v: mla_decode is for caches of latents")
+        raise ValueError("the cache has no v. For a cache of latents, call mla_decode")
     v_dim = 0 if v is None else v.shape[-1]
     return _decode(query, cache, page_table, lengths, scale, window, softcap, sinks, return_lse, v_dim)
 
@@ -142,13 +142,13 @@ def mla_decode(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | Attention:
-    """`attention_decode` over latents (DeepSeek): one row of 576 numbers serves all heads, as key, and its first 512 as
+    """Attend to a cache of latents (DeepSeek): all heads share one row of 576 elements as key, and its first 512 as
     value.
 
-    query: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512 numbers)
-    and q_rope (64) side by side. The cache has k alone, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in
-    uint8 [pages, page_size, 1, 656] (512 codes e4m3, four fp32 scales, 64 numbers in bf16), for queries in bf16.
-    `scale` has no default: it is that of the heads before absorption, 192 ** -0.5 times YaRN's factor, not 576 ** -0.5.
+    query: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512 elements)
+    and q_rope (64), concatenated. The cache has only k, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in
+    uint8 [pages, page_size, 1, 656] (512 e4m3 codes, four fp32 scales, 64 bf16 elements), for queries in bf16. `scale`
+    has no default: it is the scale of the heads before absorption, 192 ** -0.5 times YaRN's factor, not 576 ** -0.5.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))
@@ -158,7 +158,7 @@ def mla_decode(
     """
     if isinstance(cache, KVCache):
         if cache.v is not None:
-            raise ValueError("the cache has a v: attention_decode is for caches of keys and values")
+            raise ValueError("the cache has a v. For a cache of keys and values, call attention_decode")
         if cache.k.shape[-2:] != (1, _LATENT) and not cache.has_latent_rows:
             raise ValueError(
                 f"a cache of latents is [pages, page_size, 1, {_LATENT}], or FlashMLA's rows in uint8 "
@@ -181,45 +181,47 @@ def _decode(
         )
     q = query if query.dim() == 4 else query[:, None]
     sequences, queries, heads, dim = q.shape
-    numbers = _LATENT if cache.has_latent_rows else k.shape[-1]
-    if k.device != query.device or numbers != dim or heads % k.shape[2]:
+    cache_dim = _LATENT if cache.has_latent_rows else k.shape[-1]
+    if k.device != query.device or cache_dim != dim or heads % k.shape[2]:
         raise ValueError(
-            f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {numbers} "
-            f"numbers on {k.device}: dims are equal, and heads a multiple"
+            f"query {tuple(query.shape)} on {query.device} does not fit a cache of {k.shape[2]} heads of {cache_dim} "
+            f"elements on {k.device}: head dims must be equal, and query heads a multiple of cache heads"
         )
-    widest = _LATENT if v is None else WIDEST
-    if max(dim, v_dim) > widest:
-        raise ValueError(f"heads must have at most {widest} numbers; got {max(dim, v_dim)}")
-    wanted = torch.bfloat16 if cache.has_latent_rows else k.dtype
-    if cache.scaled == "none" and wanted != query.dtype:
-        raise ValueError(f"query must be {wanted} for this cache, which has no scales; it is {query.dtype}")
+    max_dim = _LATENT if v is None else WIDEST
+    if max(dim, v_dim) > max_dim:
+        raise ValueError(f"heads must have at most {max_dim} elements; got {max(dim, v_dim)}")
+    required = torch.bfloat16 if cache.has_latent_rows else k.dtype
+    if cache.scaled == "none" and required != query.dtype:
+        raise ValueError(f"query must be {required} for this cache, which has no scales; got {query.dtype}")
     check_tensor("page_table", page_table, (torch.int32,), query.device)
     if page_table.dim() != 2 or page_table.shape[0] != sequences or page_table.stride(1) != 1:
         raise ValueError(
-            f"page_table must be [{sequences}, pages] with neighbouring entries; got {tuple(page_table.shape)} with "
+            f"page_table must be [{sequences}, pages] with contiguous rows; got {tuple(page_table.shape)} with "
             f"strides {page_table.stride()}"
         )
     if page_table.shape[1] * k.shape[1] + queries > _MOST_TOKENS:
         raise ValueError(
-            f"tokens of a sequence are numbered in 32 bits: with its queries, its pages may have room for "
-            f"{_MOST_TOKENS}; {page_table.shape[1]} pages of {k.shape[1]} have more"
+            f"tokens of a sequence are numbered in 32 bits: its pages and queries may hold at most {_MOST_TOKENS} "
+            f"tokens; {page_table.shape[1]} pages of {k.shape[1]} hold more. Pass a narrower page_table"
         )
     check_tensor("lengths", lengths, INTEGERS, query.device, (sequences,))
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = dim**-0.5 if scale is None else real("scale", scale)
     if not 0.0 < factor < math.inf:
-        raise ValueError(f"scale must be above 0 and finite; got {factor}. Negate query for a negative one")
+        raise ValueError(
+            f"scale must be above 0 and finite; got {factor}. For a negative scale, negate query"
+        )
     cap = 0.0 if softcap is None else real("softcap", softcap)
     if softcap is not None and not 0.0 < cap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
     left = None if window is None else whole("window", window, 0)
-    found = attention_decode_op(
+    outputs = attention_decode_op(
         DecodeArgs(
             q, k, v, cache.k_scale, cache.v_scale, page_table, lengths.contiguous(), sinks, factor, cap, left, v_dim
         )
     )  # fmt: skip
-    y, lse = found
+    y, lse = outputs
     if query.dim() == 3:
         y, lse = y[:, 0], lse[:, 0]
     elif return_lse:

@@ -1,4 +1,4 @@
-"""How the tensors of a call lie in memory, which decides what is compiled and launched."""
+"""Shapes and strides of the tensors of a call, which determine what is compiled and launched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arguments import DecodeArgs
 
 
 class Form(NamedTuple):
-    """How a tensor lies in memory."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """What decides the integers of launches."""
+    """Shapes, strides and options that determine the integers of launches."""
 
     query: tuple[int, ...]  # shape
     query_strides: tuple[int, ...]
@@ -59,20 +59,20 @@ class Forms(NamedTuple):
 
     @property
     def rows(self) -> bool:
-        """Whether the cache has FlashMLA's rows."""
+        """True if the cache stores FlashMLA's rows of bytes."""
         return self.k.dtype is torch.uint8 and self.k_scale is None
 
     @property
     def format(self) -> Format | None:
-        """The format of the cache's codes; None for plain numbers and for rows, which have several."""
+        """Return the format of the cache's codes; None for a plain cache and for FlashMLA's rows, which mix several."""
         return None if self.rows else format_of(self.k.dtype)
 
     def check(self) -> None:
-        """Raise unless the cache is one that kernels read as it is meant, whoever calls the op."""
+        """Raise ValueError if kernels would misread the cache; this also covers direct calls of the op."""
         k, v = self.k, self.v
         caches = ((k, self.k_scale), *(() if v is None else ((v, self.v_scale),)))
-        numbers = LATENT_ROW if self.rows else self.query[3]
-        fits = k.shape[3] == numbers and self.query[2] % k.shape[2] == 0 and self.table[0] == self.query[0]
+        row_size = LATENT_ROW if self.rows else self.query[3]
+        fits = k.shape[3] == row_size and self.query[2] % k.shape[2] == 0 and self.table[0] == self.query[0]
         fits &= (
             self.v_dim == v.shape[3] if v is not None else self.v_scale is None and self.v_dim <= k.shape[3]
         )
@@ -88,11 +88,11 @@ class Forms(NamedTuple):
                 fits &= self.format is not None and scale.dtype is torch.float32 and scale.shape in shapes
                 fits &= self.k_scale is not None and len(scale.shape) == len(self.k_scale.shape)
         if not fits:
-            found = ", ".join(
+            forms = ", ".join(
                 f"{name} {'None' if form is None else f'{form.dtype} {tuple(form.shape)}'}"
                 for name, form in zip(("k", "v", "k_scale", "v_scale"), self[2:6], strict=True)
             )
             raise ValueError(
-                f"the cache does not go with a query {self.dtype} {tuple(self.query)}: {found}. Caches are what "
-                "weft.KVCache takes: plain in the dtype of query, codes with fp32 scales, or FlashMLA's rows"
+                f"the cache does not match a query {self.dtype} {tuple(self.query)}: {forms}. Pass what "
+                "weft.KVCache takes: a plain cache in query's dtype, codes with fp32 scales, or FlashMLA's rows"
             )

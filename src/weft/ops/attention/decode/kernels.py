@@ -1,11 +1,11 @@
-"""The kernels of attention over caches: parts of sequences, and what joins them.
+"""Kernels of attention over caches: one for parts of sequences, one that merges the parts.
 
-A program has one head of keys of one sequence, all query heads that share it, and one part of the keys. Parts have a
-fixed number of tokens, so that the bits of a sequence do not depend on the sequences beside it.
+A program handles one key head of one sequence, all query heads that share it, and one part of the keys. Parts have a
+fixed number of tokens, so that the bits of a sequence do not depend on the other sequences.
 
-Page numbers and lengths may hold any integers: pages outside of the cache are not read, and lengths are clamped to the
-room of the table. The results of a sequence are NaN if its length exceeds that room, or if a query sees a key in a
-page that does not exist.
+Page numbers and lengths may hold any integers: pages outside the cache are not read, and lengths are clamped to the
+capacity of the table. The results of a sequence are NaN if its length exceeds that capacity, or if a query sees a key
+in a page that does not exist.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from ..pieces import (
 
 
 class Pages(NamedTuple):
-    """Which pages of a cache the sequences have."""
+    """Page table and lengths of the sequences."""
 
     table: Tensor | None  # int32 [sequences, pages]
-    lengths: Tensor | None  # [sequences]: tokens in the cache, those of the queries among them
+    lengths: Tensor | None  # [sequences]: tokens in the cache, including those of the queries
     number: int  # of pages of the cache
-    size: int  # tokens of a page
-    width: int  # pages of a row of the table
-    stride: int  # of the table, from row to row
+    size: int  # tokens per page
+    width: int  # pages per row of the table
+    stride: int  # of the table's rows
 
 
 class Counts(NamedTuple):
     sequences: int
     queries: int  # of each sequence: its last tokens
     heads: int
-    group: int  # heads that share one of keys
+    group: int  # query heads that share a key head
     parts: int  # of the longest sequence
-    left: int  # how many keys before its own a query sees
+    left: int  # number of keys before its own that a query sees
 
 
 class Rows(NamedTuple):
-    """The rows of a program: queries of the heads that share one of keys."""
+    """Rows of a program: queries of the heads that share a key head."""
 
     sequence: Any  # int64
     head: Any  # [M]
@@ -86,9 +86,9 @@ def _exists(page, pages):
 
 
 @triton.jit
-def _places(start, first, end, sequence, pages, N: tl.constexpr, WHOLE: tl.constexpr):
-    """(page, place in it, whether that page exists) of tokens from `start` on, [N] each. WHOLE: all of them are in one
-    page, for which the last answer is. In place of tokens before `first`, which no query sees, that one is read: their
+def _slots(start, first, end, sequence, pages, N: tl.constexpr, WHOLE: tl.constexpr):
+    """Return (page, slot in it, whether the page exists) of tokens from `start` on, [N] each. WHOLE: all tokens lie in
+    one page, and the last item is a scalar. Tokens before `first`, which no query sees, are replaced by `first`: their
     pages may be gone."""
     row = pages.table + sequence * pages.stride
     token = tl.maximum(start + tl.arange(0, N), first)
@@ -96,13 +96,13 @@ def _places(start, first, end, sequence, pages, N: tl.constexpr, WHOLE: tl.const
         page = tl.load(row + start // pages.size).to(tl.int64)
     else:
         page = tl.load(row + token // pages.size, mask=token < end, other=0).to(tl.int64)
-    there = _exists(page, pages)
-    page = tl.where(there, page, 0) + tl.zeros((N,), tl.int64)
-    return page, (token % pages.size).to(tl.int64), there
+    page_exists = _exists(page, pages)
+    page = tl.where(page_exists, page, 0) + tl.zeros((N,), tl.int64)
+    return page, (token % pages.size).to(tl.int64), page_exists
 
 
 @triton.jit
-def _as(x, DTYPE: tl.constexpr):
+def _cast(x, DTYPE: tl.constexpr):
     if DTYPE == "fp16":
         return x.to(tl.float16)
     elif DTYPE == "bf16":
@@ -112,14 +112,14 @@ def _as(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _numbers(stored, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """Codes or numbers of a cache as they are multiplied, exactly."""
+def _operand(stored, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """Convert stored elements or codes exactly to the dtype of the dot."""
     if TILE.format is None:
         return stored
     elif TILE.format.element == "e4m3" and TILE.converts:
-        return _as(stored.to(tl.float8e4nv, bitcast=True), DTYPE)
+        return _cast(stored.to(tl.float8e4nv, bitcast=True), DTYPE)
     else:
-        return _as(decode(stored.to(tl.uint8, bitcast=True), TILE.format), DTYPE)
+        return _cast(decode(stored.to(tl.uint8, bitcast=True), TILE.format), DTYPE)
 
 
 @triton.jit
@@ -127,27 +127,27 @@ def _cached(
     cache,
     key_head,
     page,
-    place,
+    slot,
     exists,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Heads of tokens [N] in the dtype that they are multiplied in, zero where there is none."""
+    """Load heads of tokens [N] in the dtype of the dot; zero where there is no token."""
     ALIGN: tl.constexpr = TILE.align
-    row = page * cache.at.page + place * cache.at.place + key_head.to(tl.int64) * cache.at.head
+    row = page * cache.at.page + slot * cache.at.place + key_head.to(tl.int64) * cache.at.head
     stored = load_at(cache.ptr, tl.multiple_of(row, ALIGN), exists, WIDTH)
     if stored.second is not None:
-        return Pieces(_numbers(stored.first, DTYPE, TILE), _numbers(stored.second, DTYPE, TILE))
+        return Pieces(_operand(stored.first, DTYPE, TILE), _operand(stored.second, DTYPE, TILE))
     else:
-        return Pieces(_numbers(stored.first, DTYPE, TILE), None)
+        return Pieces(_operand(stored.first, DTYPE, TILE), None)
 
 
 @triton.jit
-def _latent_rows(cache, page, place, exists, TILE: tl.constexpr):
-    """Latents [N, 512] and what is rotated [N, 64] of rows of 656 bytes: 512 codes e4m3, four fp32 scales of 128 codes
-    each, and 64 numbers in bf16. The latents are rounded to bf16, as FlashMLA does."""
-    row = tl.multiple_of(page * cache.at.page + place * cache.at.place, 16)  # in bytes
+def _latent_rows(cache, page, slot, exists, TILE: tl.constexpr):
+    """Load latents [N, 512] and the rotated part [N, 64] from rows of 656 bytes: 512 e4m3 codes, four fp32 scales of
+    128 codes each, and 64 bf16 elements. Latents are rounded to bf16, as in FlashMLA."""
+    row = tl.multiple_of(page * cache.at.page + slot * cache.at.place, 16)  # in bytes
     ptr = cache.ptr + row
     number = tl.arange(0, 512)
     codes = tl.load(ptr[:, None] + number[None, :], mask=exists[:, None], other=0)
@@ -156,62 +156,62 @@ def _latent_rows(cache, page, place, exists, TILE: tl.constexpr):
     scale = tl.load(scales[:, None] + group[None, :], mask=exists[:, None], other=0.0)
     values = tl.reshape(decode(codes, TILE.row_format), (codes.shape[0], 4, 128)) * scale[:, :, None]
     number = tl.arange(0, 64)
-    turned = (ptr + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    second = tl.load(turned[:, None] + number[None, :], mask=exists[:, None], other=0.0)
+    rope_ptr = (ptr + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    second = tl.load(rope_ptr[:, None] + number[None, :], mask=exists[:, None], other=0.0)
     return Pieces(tl.reshape(values, codes.shape).to(tl.bfloat16), second)
 
 
 @triton.jit
-def _scales(cache, key_head, page, place, exists):
-    """The scales of a head of tokens [N]."""
+def _scales(cache, key_head, page, slot, exists):
+    """Load the scales of a head for tokens [N]."""
     at = cache.at
-    row = page * at.scale_page + place * at.scale_place + key_head.to(tl.int64) * at.scale_head
+    row = page * at.scale_page + slot * at.scale_place + key_head.to(tl.int64) * at.scale_head
     return tl.load(cache.scale + row, mask=exists, other=0.0)
 
 
 @triton.jit
 def _with_sink(out, lse, sink):
-    """(out, lse) of rows [M] with a score that has no value."""
-    joined = tl.maximum(lse, tl.minimum(sink, LARGEST))  # finite: a sink that is infinite has all the share
-    least = tl.where(joined == MINUS_INFINITY, 0.0, joined)
-    own, others = tl.exp2((lse - least) * LOG2E), tl.exp2((sink - least) * LOG2E)
-    total = own + others
-    share = tl.where(total == 0.0, 0.0, own / tl.where(total == 0.0, 1.0, total))
-    whole = joined + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
-    return times(out, share[:, None]), tl.where(sink == float("inf"), sink, whole)
+    """Add the sink, a score without a value, to (out, lse) of rows [M]."""
+    m_new = tl.maximum(lse, tl.minimum(sink, LARGEST))  # finite: an infinite sink takes all the weight
+    m_safe = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
+    weight, sink_weight = tl.exp2((lse - m_safe) * LOG2E), tl.exp2((sink - m_safe) * LOG2E)
+    total = weight + sink_weight
+    share = tl.where(total == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
+    joint_lse = m_new + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
+    return times(out, share[:, None]), tl.where(sink == float("inf"), sink, joint_lse)
 
 
 @triton.jit
 def _bounds(sequence, pages, counts):
-    """(own key of the first query, tokens, first key that any query sees, whether there is room for all tokens), of a
-    sequence. A cache without pages has no room."""
+    """Return (own key of the first query, number of tokens, first key that any query sees, whether the pages hold all
+    tokens) of a sequence. A cache without pages has capacity 0."""
     room = tl.where(pages.number > 0, (pages.width * pages.size).to(tl.int64), 0)
-    given = tl.load(pages.lengths + sequence).to(tl.int64)
-    length = tl.minimum(tl.maximum(given, 0), room).to(tl.int32)
+    stored = tl.load(pages.lengths + sequence).to(tl.int64)
+    length = tl.minimum(tl.maximum(stored, 0), room).to(tl.int32)
     own = length - counts.queries.to(tl.int32)
-    return own, length, tl.maximum(own - counts.left.to(tl.int32), 0), given <= room
+    return own, length, tl.maximum(own - counts.left.to(tl.int32), 0), stored <= room
 
 
 @triton.jit
-def _plane(counts):
-    """How many rows all sequences have."""
+def _rows_per_part(counts):
+    """Return the number of result rows of one part: all queries and heads of all sequences."""
     return counts.sequences.to(tl.int64) * counts.queries * counts.heads
 
 
 @kernel
 def decode_kernel(
-    query: Place,  # [sequences, queries, heads, numbers]
+    query: Place,  # [sequences, queries, heads, dim]
     k: Kept,
-    v: Kept,  # absent if values are the first numbers of keys
-    y_ptr,  # the result [sequences, queries, heads, numbers]; fp32 of each part if there are parts
-    lse_ptr,  # fp32 [sequences, queries, heads]; of each part if there are parts
+    v: Kept,  # absent if values are the first elements of keys
+    y_ptr,  # result [sequences, queries, heads, v_dim]; with several parts, one fp32 result per part
+    lse_ptr,  # fp32 [sequences, queries, heads]; with several parts, one per part
     sinks_ptr,  # [heads], or None
     pages: Pages,
     counts: Counts,
     scores: Scores,
     TILE: tl.constexpr,
 ):
-    """A part of a sequence."""
+    """Attend from one tile of rows to one part of a sequence."""
     M: tl.constexpr = TILE.m
     N: tl.constexpr = TILE.n
     PART: tl.constexpr = TILE.part
@@ -237,28 +237,28 @@ def decode_kernel(
         factor = factor_of(scores, TILE.capped) + tl.zeros((M,), tl.float32)
         scale = scores.scale + tl.zeros((M,), tl.float32)
         if TILE.format is not None:
-            q, size = _brought_near_one(q, TILE)
+            q, q_scale = _scaled_queries(q, TILE)
             if not TILE.scaled_by_token:
-                size *= tl.load(k.scale + key_head * k.at.scale_head)
-            factor, scale = (factor if TILE.capped else factor * size), scale * size
-        largest = tl.full((M,), MINUS_INFINITY, tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        sums = zeros(M, V)
-        # Whether some key that a query sees lies in a page that does not exist, in any tile or at each place of tiles.
+                q_scale *= tl.load(k.scale + key_head * k.at.scale_head)
+            factor, scale = (factor if TILE.capped else factor * q_scale), scale * q_scale
+        m_i = tl.full((M,), MINUS_INFINITY, tl.float32)
+        l_i = tl.zeros((M,), tl.float32)
+        acc = zeros(M, V)
+        # True if a visible key lies in a missing page: in any tile (scalar), or per column of the tiles [N].
         missing = begin < begin if TILE.whole_pages else tl.zeros((N,), tl.int1)
         for start in range(begin, end, N):
             start = tl.multiple_of(start, N)
             token = start + tl.arange(0, N)
             exists = token < end
-            page, place, there = _places(start, first, end, sequence, pages, N, TILE.whole_pages)
-            missing |= (there == 0) if TILE.whole_pages else exists & (there == 0)
+            page, slot, page_exists = _slots(start, first, end, sequence, pages, N, TILE.whole_pages)
+            missing |= (page_exists == 0) if TILE.whole_pages else exists & (page_exists == 0)
             if TILE.row_format is not None:
-                keys = _latent_rows(k, page, place, exists, TILE)
+                keys = _latent_rows(k, page, slot, exists, TILE)
             else:
-                keys = _cached(k, key_head, page, place, exists, QK, TILE.keys, TILE)
+                keys = _cached(k, key_head, page, slot, exists, QK, TILE.keys, TILE)
             s = across(q, keys)  # [M, N]
             if TILE.scaled_by_token:
-                key_scale = _scales(k, key_head, page, place, exists)
+                key_scale = _scales(k, key_head, page, slot, exists)
                 s *= key_scale[None, :]
             if TILE.capped:
                 s, _ = capped(s * scale[:, None], Scores(1.0, scores.softcap), True)
@@ -268,75 +268,75 @@ def decode_kernel(
                 )
                 s = tl.where(seen, s, MINUS_INFINITY)
             s *= factor[:, None]
-            joined = tl.maximum(largest, tl.max(s, axis=1))
-            least = tl.where(joined == MINUS_INFINITY, 0.0, joined)
-            p = tl.exp2(s - least[:, None])
-            fade = tl.exp2(largest - least)
-            total = total * fade + tl.sum(p, axis=1)
+            m_new = tl.maximum(m_i, tl.max(s, axis=1))
+            m_safe = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+            l_i = l_i * alpha + tl.sum(p, axis=1)
             if TILE.latent:
                 values = Pieces(keys.first, None)
                 if TILE.scaled_by_token:
                     p *= key_scale[None, :]
             else:
-                values = _cached(v, key_head, page, place, exists, V, TILE.values, TILE)
+                values = _cached(v, key_head, page, slot, exists, V, TILE.values, TILE)
                 if TILE.scaled_by_token:
-                    p *= _scales(v, key_head, page, place, exists)[None, :]
-            sums = add_product(times(sums, fade[:, None]), p.to(values.first.dtype), values)
-            largest = joined
+                    p *= _scales(v, key_head, page, slot, exists)[None, :]
+            acc = add_product(times(acc, alpha[:, None]), p.to(values.first.dtype), values)
+            m_i = m_new
         sound &= (missing if TILE.whole_pages else tl.max(missing.to(tl.int32), axis=0)) == 0
-        total = tl.where(sound, total, float("nan"))
-        empty = total == 0.0
-        out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
+        l_i = tl.where(sound, l_i, float("nan"))
+        empty = l_i == 0.0
+        out = times(acc, (1.0 / tl.where(empty, 1.0, l_i))[:, None])
         if TILE.format is not None and not TILE.scaled_by_token:
             if TILE.latent:
                 out = times(out, tl.load(k.scale + key_head * k.at.scale_head))
             else:
                 out = times(out, tl.load(v.scale + key_head * v.at.scale_head))
-        lse = tl.where(empty, MINUS_INFINITY, (largest + tl.log2(total)) * LN2)
+        lse = tl.where(empty, MINUS_INFINITY, (m_i + tl.log2(l_i)) * LN2)
         row = (sequence * counts.queries + rows.query) * counts.heads + rows.head
         if TILE.direct:
             if sinks_ptr is not None:
                 sink = tl.load(sinks_ptr + rows.head).to(tl.float32)
                 out, lse = _with_sink(out, lse, sink)
         else:
-            row += part * _plane(counts)
+            row += part * _rows_per_part(counts)
         tl.store(lse_ptr + row, lse, mask=rows.exists)
-        store_at(out, y_ptr, tl.multiple_of(row * V.numbers, OUT_ALIGN), rows.exists, V)
+        store_at(out, y_ptr, tl.multiple_of(row * V.dim, OUT_ALIGN), rows.exists, V)
 
 
 @triton.jit
-def _brought_near_one(q, TILE: tl.constexpr):
-    """(queries in the dtype that codes are multiplied in, what they have to be multiplied by [M]). A power of two for
-    each row keeps them in the range of fp16, exactly but for numbers that are nothing beside the row's largest."""
-    largest = tl.max(tl.abs(q.first.to(tl.float32)), axis=1)
+def _scaled_queries(q, TILE: tl.constexpr):
+    """Return (queries in the dtype of the dot, factors [M] to multiply them by). Scaling each row by a power of two
+    keeps it in the range of fp16, exactly except for elements that are negligible next to the row's largest."""
+    q_max = tl.max(tl.abs(q.first.to(tl.float32)), axis=1)
     if q.second is not None:
-        largest = tl.maximum(largest, tl.max(tl.abs(q.second.to(tl.float32)), axis=1))
-    # The exponent of the largest number alone; that of 0 and of infinity as it is.
-    size = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    size = tl.where((size > 1e-30) & (size < 1e30), size, 1.0)
-    first = _as(q.first.to(tl.float32) * (1.0 / size)[:, None], TILE.keys)
+        q_max = tl.maximum(q_max, tl.max(tl.abs(q.second.to(tl.float32)), axis=1))
+    # Keep only the exponent bits of the largest element; 0 and infinity keep theirs.
+    q_scale = (q_max.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    q_scale = tl.where((q_scale > 1e-30) & (q_scale < 1e30), q_scale, 1.0)
+    first = _cast(q.first.to(tl.float32) * (1.0 / q_scale)[:, None], TILE.keys)
     if q.second is not None:
-        second = _as(q.second.to(tl.float32) * (1.0 / size)[:, None], TILE.keys)
-        return Pieces(first, second), size
+        second = _cast(q.second.to(tl.float32) * (1.0 / q_scale)[:, None], TILE.keys)
+        return Pieces(first, second), q_scale
     else:
-        return Pieces(first, None), size
+        return Pieces(first, None), q_scale
 
 
-# ---- joining parts --------------------------------------------------------------------------------------
+# ---- merging parts --------------------------------------------------------------------------------------
 
 
 @kernel
 def join_kernel(
-    part_ptr,  # fp32 [parts, sequences, queries, heads, numbers]
+    part_ptr,  # fp32 [parts, sequences, queries, heads, v_dim]
     part_lse_ptr,  # fp32 [parts, sequences, queries, heads]
-    y_ptr,  # [sequences, queries, heads, numbers]
+    y_ptr,  # [sequences, queries, heads, v_dim]
     lse_ptr,  # fp32 [sequences, queries, heads]
     sinks_ptr,  # [heads], or None
     pages: Pages,
     counts: Counts,
     TILE: tl.constexpr,
 ):
-    """Some heads of a query, from the parts of its sequence, in order."""
+    """Merge the parts of a sequence, in order, for some heads of one query."""
     M: tl.constexpr = TILE.heads
     PART: tl.constexpr = TILE.part
     N: tl.constexpr = TILE.n
@@ -350,26 +350,26 @@ def join_kernel(
     _, length, begin, sound = _bounds(sequence, pages, counts)
     first, last = begin // N * N // PART, tl.cdiv(length, PART)
     row = query * counts.heads + head
-    plane = _plane(counts)
-    largest = tl.full((M,), MINUS_INFINITY, tl.float32)
+    part_stride = _rows_per_part(counts)
+    m_i = tl.full((M,), MINUS_INFINITY, tl.float32)
     for part in range(first, last):
-        lse = tl.load(part_lse_ptr + part * plane + row, mask=exists, other=MINUS_INFINITY)
-        largest = tl.maximum(largest, lse)
-    least = tl.where(largest == MINUS_INFINITY, 0.0, largest)
-    total = tl.where(sound, tl.zeros((M,), tl.float32), float("nan"))
-    sums = zeros(M, V)
+        lse = tl.load(part_lse_ptr + part * part_stride + row, mask=exists, other=MINUS_INFINITY)
+        m_i = tl.maximum(m_i, lse)
+    m_safe = tl.where(m_i == MINUS_INFINITY, 0.0, m_i)
+    l_i = tl.where(sound, tl.zeros((M,), tl.float32), float("nan"))
+    acc = zeros(M, V)
     for part in range(first, last):
-        at = part * plane + row
+        at = part * part_stride + row
         lse = tl.load(part_lse_ptr + at, mask=exists, other=MINUS_INFINITY)
-        weight = tl.exp2((lse - least) * LOG2E)
-        total += weight
-        sums = plus(
-            sums, times(load_at(part_ptr, tl.multiple_of(at * V.numbers, ALIGN), exists, V), weight[:, None])
+        weight = tl.exp2((lse - m_safe) * LOG2E)
+        l_i += weight
+        acc = plus(
+            acc, times(load_at(part_ptr, tl.multiple_of(at * V.dim, ALIGN), exists, V), weight[:, None])
         )
-    empty = total == 0.0
-    out = times(sums, (1.0 / tl.where(empty, 1.0, total))[:, None])
-    lse = tl.where(empty, MINUS_INFINITY, largest + tl.log2(tl.where(empty, 1.0, total)) * LN2)
+    empty = l_i == 0.0
+    out = times(acc, (1.0 / tl.where(empty, 1.0, l_i))[:, None])
+    lse = tl.where(empty, MINUS_INFINITY, m_i + tl.log2(tl.where(empty, 1.0, l_i)) * LN2)
     if sinks_ptr is not None:
         out, lse = _with_sink(out, lse, tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32))
     tl.store(lse_ptr + row, lse, mask=exists)
-    store_at(out, y_ptr, tl.multiple_of(row * V.numbers, ALIGN), exists, V)
+    store_at(out, y_ptr, tl.multiple_of(row * V.dim, ALIGN), exists, V)

@@ -1,4 +1,4 @@
-"""The launches of attention over a cache."""
+"""Launches of attention over a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ....quant import Format
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.checks import FLOATS
-from ...common.heads import Strides, with_neighbours
+from ...common.heads import Strides, contiguous_heads
 from ...common.kv_cache import E4M3, kept_strides
 from ...common.rows import align_of, contiguous
 from ..configs import WIDEST, Width
@@ -21,25 +21,25 @@ from .kernels import Counts, decode_kernel, join_kernel
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """What the code of the kernels is made for. It is a constant of them."""
+    """Compile-time constant of the decode kernels."""
 
-    m: int  # rows: queries of the heads that share one of keys
-    n: int  # tokens at a time
+    m: int  # rows: queries of the heads that share a key head
+    n: int  # tokens per step
     part: int
-    heads: int  # at a time when parts are joined
+    heads: int  # per program of the merge
     qk: Width
     v: Width
-    align: int  # widths and strides are multiples of it
+    align: int  # divides all widths and strides
     out_align: int
-    format: Format | None  # of the cache; None for plain numbers
-    keys: str  # the dtype that codes of keys are multiplied in
+    format: Format | None  # of the cache; None for a plain cache
+    keys: str  # dtype that key codes are multiplied in
     values: str
-    converts: bool  # codes become fp16 in hardware
+    converts: bool  # the hardware converts codes to fp16
     scaled_by_token: bool
-    latent: bool  # values are the first numbers of keys
+    latent: bool  # values are the first elements of keys
     capped: bool
-    whole_pages: bool  # pages have a multiple of n tokens
-    row_format: Format | None = None  # of the codes in FlashMLA's rows, if the cache has such
+    whole_pages: bool  # the page size is a multiple of n
+    row_format: Format | None = None  # of the codes in FlashMLA's rows, if the cache has them
     direct: bool = False  # there is one part
 
 
@@ -54,7 +54,7 @@ def _power(size: int) -> int:
 
 
 class DecodeConfig(NamedTuple):
-    """A tile has `m` queries, those of the heads that share a key, and `n` tokens of the cache."""
+    """Tile of `m` queries, of the heads that share a key head, by `n` cached tokens, and its launch options."""
 
     m: int
     n: int
@@ -64,19 +64,20 @@ class DecodeConfig(NamedTuple):
 
 @choice("attention_decode", m=(1, 64), n=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
 def decode_config(rows: int, qk: int, v: int, kept: str, latent: bool, target: Capabilities) -> DecodeConfig:
-    """For `rows` queries of a key, rounded up to a power of two. `kept` is how a cache is: "plain", "codes" with few
-    scales, "tokens" with those of each token, or FlashMLA's "rows"; `latent`: values are part of keys."""
+    """Return the tile for `rows` queries per key head, rounded up to a power of two. `kept` is the kind of cache:
+    "plain", "codes" with few scales, "tokens" with scales per token, or FlashMLA's "rows"; `latent`: values are part
+    of keys."""
     if target.is_cpu:
         return DecodeConfig(min(rows, 16), 128, 4, 1)
     stages = 1 if target.backend == "hip" else 2
     if latent:
-        # Rows of codes are decoded in registers, of which twice as many threads have enough, or half as many rows.
+        # Codes in rows are decoded in registers: that takes twice as many threads, or half as many rows.
         few = kept == "rows" and target.backend == "hip"
         return DecodeConfig(16, 16 if few else 32, 8 if kept == "rows" and not few else 4, stages)
     m = max(16, min(rows, 64))
     if kept != "plain" and (max(qk, v) > 128 or qk % 16 or v % 16) and target.backend == "cuda":
         return DecodeConfig(m, 64, 8, stages)  # decoded in registers, as above
-    # Codes are half as many bytes: twice as many tokens keep as much memory busy.
+    # Codes are half as many bytes: twice as many tokens keep the same number of bytes in flight.
     return DecodeConfig(m, 128 if kept == "codes" and target.fp8_cast and m == 16 else 64, 4, stages)
 
 
@@ -89,15 +90,15 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
     coded = forms.format is not None
     by_token = forms.k_scale is not None and len(forms.k_scale.shape) > 1
     rows = queries * group
-    kept = "rows" if forms.rows else "tokens" if by_token else "codes" if coded else "plain"
-    m, n, warps, stages = decode_config(_power(rows), dim, forms.v_dim, kept, latent, target)
+    kind = "rows" if forms.rows else "tokens" if by_token else "codes" if coded else "plain"
+    m, n, warps, stages = decode_config(_power(rows), dim, forms.v_dim, kind, latent, target)
     k_at, v_at = (
         kept_strides(None if cache is None else cache.strides, None if scale is None else scale.strides)
         for cache, scale in ((forms.k, forms.k_scale), (forms.v, forms.v_scale))
     )
     at = Strides(0, *forms.query_strides[:3])
     half = "fp32" if target.is_cpu else "fp16"
-    # Weights times the scales of tokens may be smaller than fp16 can hold.
+    # Weights times token scales may underflow in fp16.
     values = "bf16" if by_token and not target.is_cpu else half
     tile = DecodeTile(
         m=m,
@@ -142,7 +143,7 @@ def _planned(forms: Forms, target: Capabilities) -> _Plan:
 
 
 def launch_attention_decode(o: DecodeOutputs, a: DecodeArgs) -> None:
-    query, k, v = with_neighbours(a.query), a.k, a.v
+    query, k, v = contiguous_heads(a.query), a.k, a.v
     plan = _planned(Forms.of(a, query), capabilities_of(query.device))
     y, lse = o.y, o.lse
     if plan.join is not None:

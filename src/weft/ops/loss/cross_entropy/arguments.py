@@ -1,4 +1,4 @@
-"""The arguments and outputs of cross entropy, its statistics and its backward."""
+"""Arguments and outputs of cross entropy, its statistics and its backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..statistics import Softmax, Wanted
 class CrossEntropyArgs(NamedTuple):
     logits: Tensor  # [..., V]
     target: Tensor  # [...]
-    weight: Tensor | None  # [V], of classes
+    weight: Tensor | None  # [V], class weights
     softmax: Softmax
     loss: LossOptions
     wanted: Wanted
@@ -25,7 +25,7 @@ class CrossEntropyOutputs(NamedTuple):
     lse: Tensor  # [...]
     entropy: Tensor | None  # [...]
     accuracy: Tensor | None  # like the loss
-    largest: Tensor  # [T]; this and all that follow are kept for the backward
+    largest: Tensor  # [T]; this and all fields below are saved for the backward
     total: Tensor  # [T]
     inverse: Tensor | None  # a scalar, if the reduction is a mean: 1 / sum(w_y)
     smooth: Tensor | None  # [2, T], with label smoothing: a / V * sum(w), and a / V
@@ -41,7 +41,7 @@ class StatisticsArgs(NamedTuple):
 
 class ShardedArgs(NamedTuple):
     stats: Tensor  # [ranks, STATS, T]
-    # What the backward reads of this rank's shard.
+    # This rank's shard, read by the backward.
     logits: Tensor
     target: Tensor
     weight: Tensor | None
@@ -51,7 +51,7 @@ class ShardedArgs(NamedTuple):
 
 
 class CrossEntropyBackwardArgs(NamedTuple):
-    """The arguments of the backward. A gradient is None if its result was not used.
+    """Arguments of the backward. A gradient is None if its result was not used.
 
     With `dspread`, `dloss` is the gradient of the negative log-probability without class weights and smoothing: class
     weights then belong to the spread alone.

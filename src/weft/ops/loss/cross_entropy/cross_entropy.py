@@ -1,4 +1,4 @@
-"""Cross entropy of logits, read once, with everything that losses of language models add to it.
+"""Cross entropy of logits, which are read once, with the usual terms of language model losses.
 
     u = softcap * tanh(s x / softcap)          s x itself without a softcap, and where x is minus infinity
     z = u / temperature                        s = logit_scale
@@ -7,22 +7,21 @@
     loss = (1 - a) * w_y * nll + a / V * sum_c(w_c * (lse - z_c)) + z_loss * lse^2
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
 
-a is the label smoothing and w the class weights, which are all 1 if none are given. V counts the columns that are not
-minus infinity, so that columns which only pad the vocabulary get no share of the smoothing. Kernels sum
-z_c - z_y, so that an offset common to all logits does not cost accuracy. A mean is the sum of the losses,
-divided by the sum of w_y over the tokens with a target. Let g, h and e be the gradients of a token's loss (for a mean,
-already divided by that sum), of its lse and of its entropy H:
+a is the label smoothing and w the class weights, all 1 by default. V counts the columns that are not minus infinity, so
+columns that only pad the vocabulary get no share of the smoothing. Kernels sum z_c - z_y, so an offset common to all
+logits costs no accuracy. A mean is the sum of the losses divided by the sum of w_y over the tokens with a target. Let
+g, h and e be the gradients of a token's loss (for a mean, already divided by that sum), its lse and its entropy H:
 
     dz_j = p_j * (g * (A + 2 * z_loss * lse) + h - e * (log(p_j) + H)) - g * (1 - a) * w_y * [j = y] - g * a / V * w_j
     dx_j = dz_j * s / temperature * (1 - (u_j / softcap)^2)          A = (1 - a) * w_y + a / V * sum_c(w_c)
 
-If the vocabulary is sharded over ranks, an op of its own (`statistics`) reads each rank's shard once. The statistics of
-all ranks are joined into log-probabilities, from which the loss is computed. Backward runs the same kernel as without
-shards, on this rank's shard.
+If the vocabulary is sharded over ranks, a separate op (`statistics`) reads each rank's shard once. The statistics of
+all ranks are joined into log-probabilities, from which the loss is computed. Backward runs the unsharded kernel on this
+rank's shard.
 
 All arithmetic is fp32. Losses and statistics are stored in fp32, and dx is rounded once, in the target's column as in
-all others. Sums over tokens have a fixed order, so that every run gives the same bits. Rows without a target are not
-read; their results and their gradient are zero.
+all others. Sums over tokens have a fixed order, so every run gives the same bits. Rows without a target are not read;
+their results and their gradient are zero.
 """
 
 from __future__ import annotations
@@ -65,24 +64,24 @@ if TYPE_CHECKING:
 # ---- registration ---------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
-    args: CrossEntropyBackwardArgs  # gradients are still None: they are not known before the backward
+class _Saved(NamedTuple):
+    args: CrossEntropyBackwardArgs  # its gradients are None until the backward runs
     inplace: bool
 
 
 _NO_GRADIENTS = (None, None, None, None)  # of loss, lse, entropy and spread
 
 
-def _dlogits(kept: _Kept, **gradients: Tensor | None) -> Gradients:
-    args = kept.args._replace(**gradients)  # type: ignore[arg-type]
-    if kept.inplace and not cross_entropy_backward_op.is_traced(args):
+def _dlogits(saved: _Saved, **gradients: Tensor | None) -> Gradients:
+    args = saved.args._replace(**gradients)  # type: ignore[arg-type]
+    if saved.inplace and not cross_entropy_backward_op.is_traced(args):
         return {"logits": _overwrite(args)}
     return {"logits": cross_entropy_backward_op(args).logits}
 
 
 def _overwrite(a: CrossEntropyBackwardArgs) -> Tensor:
-    """Write the gradient over the logits, and mark them as changed for autograd. A node that saved the logits for its
-    own backward then raises autograd's error about an in-place operation, rather than compute wrong numbers."""
+    """Write the gradient over the logits, and bump their version for autograd. A node that saved the logits for its own
+    backward then raises autograd's error about an in-place operation instead of computing wrong gradients."""
     logits = a.logits.detach()
     a = a._replace(logits=logits)
     if cross_entropy_backward_op.serves(logits):
@@ -149,13 +148,13 @@ class CrossEntropyOp(
     def reference(self, a: CrossEntropyArgs) -> CrossEntropyOutputs:
         return cross_entropy_reference(a)
 
-    def keep(self, a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Kept:
+    def keep(self, a: CrossEntropyArgs, o: CrossEntropyOutputs) -> _Saved:
         results = o.largest, o.total, o.inverse, o.smooth, o.entropy
         loss = a.loss.label_smoothing, a.loss.z_loss
         args = CrossEntropyBackwardArgs(
             a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, *loss
         )
-        return _Kept(args, a.inplace)
+        return _Saved(args, a.inplace)
 
     def backward(self, b: Backward) -> Gradients:
         if not b.needs.logits:
@@ -208,21 +207,21 @@ class ShardedLogprobsOp(
     def reference(self, a: ShardedArgs) -> TokenResults:
         return sharded_logprobs_reference(a)
 
-    def keep(self, a: ShardedArgs, o: TokenResults) -> _Kept:
+    def keep(self, a: ShardedArgs, o: TokenResults) -> _Saved:
         results = o.largest, o.total, None, o.shares, o.entropy
         args = CrossEntropyBackwardArgs(
             a.logits, a.target, a.weight, *results, *_NO_GRADIENTS, a.softmax, 0.0, 0.0
         )
-        return _Kept(args, a.inplace)
+        return _Saved(args, a.inplace)
 
     def backward(self, b: Backward) -> Gradients:
         if not b.needs.logits:
             return {}
-        grads, kept = b.grads, b.kept
+        grads, saved = b.grads, b.kept
         dloss = None if grads.logprobs is None else -grads.logprobs
         if grads.spread is None:  # class weights and their shares belong to the spread alone
-            kept = kept._replace(args=kept.args._replace(weight=None, smooth=None))
-        return _dlogits(kept, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
+            saved = saved._replace(args=saved.args._replace(weight=None, smooth=None))
+        return _dlogits(saved, dloss=dloss, dlse=grads.lse, dentropy=grads.entropy, dspread=grads.spread)
 
 
 sharded_logprobs_op = ShardedLogprobsOp()
@@ -276,36 +275,37 @@ def cross_entropy(
     inplace: bool = False,
     shard: VocabShard | None = None,
 ) -> Tensor | CrossEntropy:
-    """Cross entropy of logits [..., V] in bf16, fp16 or fp32, of any strides, and targets [...] in int32 or int64.
+    """Return the cross entropy of logits and targets.
 
-    The logits are read once forward; backward reads them once and writes their gradient. Losses are fp32 whatever the
-    logits are. Returns the loss, or a `CrossEntropy` with it if more is asked for.
+    logits: [..., V] in bf16, fp16 or fp32, of any strides; target: [...] in int32 or int64. Forward reads the logits
+    once; backward reads them once and writes their gradient. Losses are fp32 for any dtype of the logits. Returns the
+    loss, or a `CrossEntropy` if more results are requested.
 
     - `class_weight` [V]: a weight for each class; a mean divides by the sum of the targets' weights. It has no
       gradient.
     - `ignore_index`: a token with this target is left out: its loss, lse, entropy and gradient are 0, and
-      its logits are not read. Any other target that is no column is an IndexError on the CPU, as in PyTorch. On a GPU
-      nothing waits to find out: the token's results are NaN and its gradient is 0, as they are in what `weft.capture`
-      replays. Nothing outside of the row is ever read.
-    - `label_smoothing`: the share of the target that goes to all columns alike. Columns of minus infinity pad the
-      vocabulary and get none of it, where PyTorch's loss would be infinite.
-    - `z_loss`: each token's loss has `z_loss * lse^2` added, with lse = log(sum(exp(z))).
+      its logits are not read. Any other target that is no column is an IndexError on the CPU, as in PyTorch. A GPU is
+      never synchronized to check: the token's results are NaN and its gradient is 0, also in replays of
+      `weft.capture`. Nothing outside of the row is ever read.
+    - `label_smoothing`: the share of the target that is spread evenly over all columns. Columns of minus infinity pad
+      the vocabulary and get none of it, where PyTorch's loss would be infinite.
+    - `z_loss`: adds `z_loss * lse^2` to each token's loss, with lse = log(sum(exp(z))).
     - `logit_scale`: logits are multiplied by it first. `softcap`: then they become softcap * tanh(logits / softcap).
       Last they are divided by `temperature`.
     - `reduction`: "mean" over the tokens that have a target, "sum", or "none".
-    - `all_ignored`: what the mean is if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
+    - `all_ignored`: the mean if no token has a target: "zero", with gradients of zero, or "nan" as in PyTorch.
     - `return_lse`, `return_entropy`: lse and the entropy of the softmax for each token, both with gradients, so that
-      any loss can be made of them. `return_accuracy`: whether the target has the largest logit (of equal ones, the
-      lowest column); reduced like the loss, but without class weights.
-    - `inplace`: backward may overwrite the logits with their gradient. Autograd notices if anyone else still needs
-      them; a leaf that requires grad, or a view of one, is refused, as PyTorch refuses to change it. Under
+      any loss can be built from them. `return_accuracy`: whether the target has the largest logit (among equal ones,
+      the lowest column counts); reduced like the loss, but without class weights.
+    - `inplace`: backward may overwrite the logits with their gradient. Autograd raises an error if anything else still
+      needs them. A leaf that requires grad, or a view of one, is an error, as for PyTorch's in-place ops. Under
       torch.compile, which plans memory itself, the gradient is a new tensor.
-    - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and class_weight are
-      of the whole vocabulary and the same on all ranks. The results are the same on all ranks, bit for bit. It takes
-      one small all-gather.
+    - `shard`: logits are this rank's columns of a vocabulary that is sharded over ranks; target and class_weight
+      refer to the whole vocabulary and are equal on all ranks. So are the results, bit for bit. The cost is one small
+      all-gather.
 
-    Logits that are a DTensor may be sharded along tokens, along the vocabulary, or both; the results are DTensors,
-    those of tokens sharded as the tokens are.
+    Logits that are a DTensor may be sharded along tokens, along the vocabulary, or both; the results are DTensors, and
+    per-token results are sharded like the tokens.
 
     >>> import torch, weft
     >>> logits = torch.randn(6, 1000, dtype=torch.bfloat16, requires_grad=True)
@@ -321,8 +321,8 @@ def cross_entropy(
         _check_not_a_leaf(logits)
     local = None
     if is_distributed(logits, target, class_weight):
-        given = {"logits": logits, "class_weight": class_weight}
-        local = localize(given, target, {"logits": logits.dim() - 1}, "logits")
+        tensors = {"logits": logits, "class_weight": class_weight}
+        local = localize(tensors, target, {"logits": logits.dim() - 1}, "logits")
         logits, class_weight = local.tensor("logits"), local.tensors["class_weight"]
         target, shard = local.target, local.shard
     check_input("logits", logits)
@@ -338,50 +338,50 @@ def cross_entropy(
     loss = loss_options(label_smoothing, z_loss, reduction, all_ignored)
     weight = check_class_weight(class_weight, vocab, logits.device)
     wanted = Wanted(return_entropy, label_smoothing > 0.0, return_accuracy)
-    of_rank = loss if local is None else loss._replace(reduction="none")
-    a = CrossEntropyArgs(logits, target, weight, softmax, of_rank, wanted, inplace)
+    rank_loss = loss if local is None else loss._replace(reduction="none")
+    a = CrossEntropyArgs(logits, target, weight, softmax, rank_loss, wanted, inplace)
     if shard is None:
         o = cross_entropy_op(a)
-        found = CrossEntropy(o.loss, o.lse, o.entropy, o.accuracy)
+        result = CrossEntropy(o.loss, o.lse, o.entropy, o.accuracy)
     else:
-        found = _sharded(a, shard)
+        result = _sharded(a, shard)
     if local is not None:
-        found = local.reduced(found, weight, softmax, loss)
-    return found.selected(return_lse, return_entropy, return_accuracy)
+        result = local.reduced(result, weight, softmax, loss)
+    return result.selected(return_lse, return_entropy, return_accuracy)
 
 
 def _sharded(a: CrossEntropyArgs, shard: VocabShard) -> CrossEntropy:
-    """The loss over a sharded vocabulary, from this rank's logits and the weights of all classes."""
+    """Return the loss over a sharded vocabulary, given this rank's logits and the weights of all classes."""
     classes = None
     if a.weight is not None and a.wanted.spread:
         classes = a.weight[shard.start : shard.stop]
     with torch.no_grad():
         own = cross_entropy_statistics_op(StatisticsArgs(a.logits, a.target, classes, a.softmax, a.wanted))
         stats = shard.gather(own.stats)
-    found = sharded_logprobs_op(
+    tokens = sharded_logprobs_op(
         ShardedArgs(stats, a.logits, a.target, classes, a.softmax, a.wanted, a.inplace)
     )
-    return reduced_loss(found, a.target, a.weight, a.softmax, a.loss)
+    return reduced_loss(tokens, a.target, a.weight, a.softmax, a.loss)
 
 
 def _check_not_a_leaf(logits: Tensor) -> None:
-    """Refuse in-place gradients for a leaf: backward may overwrite what a layer computed, but not the user's input."""
+    """Raise an error for a leaf: backward may overwrite the output of a layer, but not the user's input."""
     if torch.compiler.is_compiling() or not (logits.requires_grad and torch.is_grad_enabled()):
         return
     base = logits._base
     if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError(
             f"inplace=True would overwrite {'a leaf' if logits.is_leaf else 'a view of a leaf'} that requires grad "
-            "with its gradient: give it logits that a layer computed, or leaf.clone(), or leave inplace=False"
+            "with its gradient: pass logits that a layer computed, pass leaf.clone(), or leave inplace=False"
         )
 
 
 def _check_inplace(logits: Tensor) -> None:
-    """Refuse logits that share memory with each other, or have strides that the kernel cannot follow."""
+    """Raise an error for logits whose rows overlap in memory, or whose strides the kernel does not support."""
     rows, inner, outer_stride, inner_stride = row_strides(logits)
-    apart = outer_stride >= (inner - 1) * inner_stride + logits.shape[-1]
-    if rows is not logits or not apart or (inner > 1 and inner_stride < logits.shape[-1]):
+    disjoint = outer_stride >= (inner - 1) * inner_stride + logits.shape[-1]
+    if rows is not logits or not disjoint or (inner > 1 and inner_stride < logits.shape[-1]):
         raise ValueError(
-            "inplace=True needs logits whose rows are contiguous and do not overlap, at one or two strides; "
+            "inplace=True needs logits whose rows are contiguous and disjoint, at one or two strides; "
             f"got the shape {tuple(logits.shape)} with the strides {logits.stride()}"
         )

@@ -1,4 +1,4 @@
-"""The launches of cross entropy, its statistics and its backward."""
+"""Launches of cross entropy, its statistics and its backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .kernels import cross_entropy_backward_kernel, cross_entropy_kernel, cross_
 
 
 class RowConfig(NamedTuple):
-    """How a row is read: `tile` logits at a time, in `lanes` interleaved parts with statistics of their own."""
+    """Tile of a row: `tile` logits at a time, in `lanes` interleaved parts that each have their own statistics."""
 
     tile: int
     lanes: int
@@ -34,10 +34,10 @@ class RowConfig(NamedTuple):
 
 @choice("cross_entropy", tile=(64, 16384), lanes=(32, 4096), num_warps=(1, 16))
 def row_config(kernel: str, cols: int, element: int, steps: int, target: Capabilities) -> RowConfig:
-    """The tile of a kernel ("forward" or "backward") in which each thread has `steps` loads of 128 bits under way
-    before it uses the first."""
+    """Return the tile of a kernel ("forward" or "backward"), in which each thread keeps `steps` loads of 128 bits in
+    flight."""
     if target.is_cpu:
-        # Measured at 128 x 157184 in bf16: from 512 to 2048 at a time and from 64 to 256 lanes make no difference.
+        # Measured at 128 x 157184 in bf16: tiles of 512 to 2048 logits and 64 to 256 lanes make no difference.
         long = cols >= 2048
         return RowConfig(1024 if long else 64, 128 if long else 64, 4)
     wave = target.warp_size
@@ -47,21 +47,21 @@ def row_config(kernel: str, cols: int, element: int, steps: int, target: Capabil
 
 
 def _steps(capped: bool, more: bool) -> int:
-    """Loads of 128 bits that each thread of the forward has under way.
+    """Return how many loads of 128 bits each thread of the forward keeps in flight.
 
-    Compiled for sm_90, four steps take 64 registers. With `more` to add up they would take over 100, and with a softcap
-    two steps already spill. Backward takes half as many steps, since with four it would spill on sm_80.
+    Compiled for sm_90, four steps take 64 registers. With `more` sums they would take over 100, and with a softcap two
+    steps already spill. Backward takes half as many steps, since four would spill on sm_80.
     """
     return 1 if capped else 2 if more else 4
 
 
 def _align(element: int, *sizes: int) -> int:
-    """What all sizes are multiples of: 16, or as many elements as 16 bytes hold, else 1."""
+    """Return the alignment of all sizes: 16, or as many elements as 16 bytes hold, else 1."""
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
 class _RowConstants(NamedTuple):
-    """What decides the code of the kernel over rows."""
+    """Constants that select the variant of the kernel over rows."""
 
     config: RowConfig
     kind: int
@@ -97,7 +97,7 @@ def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
 def _launch_rows(
     a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None, **outputs: Tensor | None
 ) -> None:
-    """Read the logits once, for the losses, or without `loss` options for the statistics of a shard."""
+    """Read the logits once and compute losses, or, if `loss` is None, the statistics of a shard."""
     softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
@@ -129,7 +129,7 @@ def _launch_rows(
 
 
 class _BackwardConstants(NamedTuple):
-    """What decides the code of the backward kernel."""
+    """Constants that select the variant of the backward kernel."""
 
     config: RowConfig
     kind: int
@@ -155,7 +155,7 @@ def _backward_launch(c: _BackwardConstants) -> Launch:
 
 
 def _per_row(gradient: Tensor | None) -> tuple[Tensor | None, int]:
-    """A gradient as a vector, and its stride. One for all rows has the stride 0."""
+    """Return a gradient as a vector, and its stride; a single gradient for all rows has the stride 0."""
     if gradient is None:
         return None, 0
     flat = gradient.reshape(-1)
@@ -163,7 +163,7 @@ def _per_row(gradient: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs) -> None:
-    """Write the gradient, over the logits if both are the same memory."""
+    """Write the gradient, in place if `o` holds the logits themselves."""
     inplace = o.logits is a.logits
     softmax, capabilities = a.softmax, capabilities_of(a.logits.device)
     target = a.target.contiguous()
@@ -178,7 +178,7 @@ def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs
     alike = inplace or align > 1 or (inner == 1 and (outer_stride - cols) % (16 // element) == 0)
     tiles = max(1, cols // config.tile)
     spans = 1
-    # Programs of a few tiles each, enough of them to keep all multiprocessors busy.
+    # Each program takes a few tiles, and there are enough programs to keep all multiprocessors busy.
     if not capabilities.is_cpu:
         spans = max(1, min(tiles // 4, 16 * capabilities.multiprocessors // rows))
     span = -(-tiles // spans) * config.tile

@@ -1,4 +1,4 @@
-"""Cross entropy and its gradient in plain PyTorch: the definition of right."""
+"""Reference of cross entropy and its gradient in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ def cross_entropy_backward_reference(a: CrossEntropyBackwardArgs) -> LogitsGradi
     p = torch.exp(t) / a.total.to(dtype)[:, None]
     factor = torch.zeros_like(log_total)
     dz = torch.zeros_like(z)
-    of_spread = None if a.dspread is None else a.dspread.reshape(-1).to(dtype)
+    dspread = None if a.dspread is None else a.dspread.reshape(-1).to(dtype)
     if a.dloss is not None:
         g = a.dloss.reshape(-1).to(dtype).expand(rows) * (1.0 if a.inverse is None else a.inverse.to(dtype))
         at_target = g * (1.0 - a.label_smoothing)
-        if of_spread is None:
-            of_spread = g
+        if dspread is None:
+            dspread = g
             if weight is not None:
                 at_target = at_target * weight[targets.column]
         factor = at_target + g * 2.0 * a.z_loss * (a.largest.to(dtype) + log_total)
-        here = torch.arange(start, start + cols, device=z.device) == targets.column[:, None]
-        dz = dz - torch.where(here, at_target[:, None], 0.0)
-    if a.smooth is not None and of_spread is not None:
-        of_mass, of_column = a.smooth.to(dtype).unbind()
-        factor = factor + of_spread * of_mass
-        part = (of_spread * of_column)[:, None].expand(z.shape)
+        at_column = torch.arange(start, start + cols, device=z.device) == targets.column[:, None]
+        dz = dz - torch.where(at_column, at_target[:, None], 0.0)
+    if a.smooth is not None and dspread is not None:
+        mass_share, column_share = a.smooth.to(dtype).unbind()
+        factor = factor + dspread * mass_share
+        part = (dspread * column_share)[:, None].expand(z.shape)
         part = part if weight is None else part * weight
         dz = dz - torch.where(z > -torch.inf, part, 0.0)
     if a.dlse is not None:
         factor = factor + a.dlse.reshape(-1).to(dtype)
-    by_row = factor[:, None]
+    scaled = factor[:, None]
     if a.dentropy is not None:
         assert a.entropy is not None
         e = a.dentropy.reshape(-1, 1).to(dtype)
-        by_row = by_row - e * (t - log_total[:, None] + a.entropy.reshape(-1, 1).to(dtype))
-    dz = dz + torch.where(p > 0, p * by_row, p)
+        scaled = scaled - e * (t - log_total[:, None] + a.entropy.reshape(-1, 1).to(dtype))
+    dz = dz + torch.where(p > 0, p * scaled, p)
     dx = torch.where(targets.valid[:, None], dz * slope, 0.0)
     return LogitsGradient(dx.to(logits.dtype).view(logits.shape))
 
 
 def cross_entropy_reference(a: CrossEntropyArgs) -> CrossEntropyOutputs:
-    """The definition."""
-    logits, target, loss_of = a.logits, a.target, a.loss
+    """Define the outputs of the op."""
+    logits, target, options = a.logits, a.target, a.loss
     rows, cols, dtype = count_rows(logits), logits.shape[-1], compute_dtype(logits)
     z, _ = capped_reference(logits.reshape(rows, cols).to(dtype), a.softmax)
     targets = Targets.of(target, a.softmax)
@@ -82,17 +82,17 @@ def cross_entropy_reference(a: CrossEntropyArgs) -> CrossEntropyOutputs:
     loss = share * nll
     entropy = accuracy = inverse = smooth = None
     if a.wanted.spread:
-        there = z > -torch.inf
+        finite = z > -torch.inf
         weights = torch.ones_like(z) if a.weight is None else a.weight.to(dtype).expand(z.shape)
-        weights = torch.where(there, weights, 0.0)
-        part = loss_of.label_smoothing / there.sum(1).to(dtype)
+        weights = torch.where(finite, weights, 0.0)
+        part = options.label_smoothing / finite.sum(1).to(dtype)
         origin = torch.where(picked > -torch.inf, picked, 0.0)
-        below = torch.where(there, weights * (z - origin[:, None]), 0.0).sum(1)
+        below = torch.where(finite, weights * (z - origin[:, None]), 0.0).sum(1)
         mass = weights.sum(1)
         spread = mass * ((largest - origin) + log_total) - below
-        loss = (1.0 - loss_of.label_smoothing) * loss + part * spread
+        loss = (1.0 - options.label_smoothing) * loss + part * spread
         smooth = torch.where(valid, torch.stack([part * mass, part]), 0.0)
-    loss = targets.masked(loss + loss_of.z_loss * lse.square())
+    loss = targets.masked(loss + options.z_loss * lse.square())
     if a.wanted.entropy:
         moment = torch.where(e > 0, e * t, 0.0).sum(1)
         entropy = targets.masked(log_total - moment / total).view(target.shape)
@@ -100,17 +100,17 @@ def cross_entropy_reference(a: CrossEntropyArgs) -> CrossEntropyOutputs:
         col = torch.arange(cols, device=z.device)
         before = (z > picked[:, None]) | ((z == picked[:, None]) & (col < y[:, None]))
         accuracy = torch.where(valid, (~before.any(1)).to(dtype), 0.0)
-    if loss_of.reduction == "none":
+    if options.reduction == "none":
         loss = loss.view(target.shape)
         accuracy = None if accuracy is None else accuracy.view(target.shape)
     else:
         loss = loss.sum()
         accuracy = None if accuracy is None else accuracy.sum()
-    if loss_of.reduction == "mean":
+    if options.reduction == "mean":
         divisor, count = torch.where(valid, share, 0.0).sum(), valid.sum()
         inverse, mean = 1.0 / divisor, loss / divisor
         accuracy = None if accuracy is None else accuracy / count
-        if loss_of.zero_if_none:
+        if options.zero_if_none:
             inverse = torch.where(divisor == 0, 0.0, inverse)
             mean = torch.where((divisor == 0) & ~loss.isnan(), 0.0, mean)
             accuracy = None if accuracy is None else torch.where(count == 0, 0.0, accuracy)
@@ -136,6 +136,6 @@ def cross_entropy_statistics_reference(a: StatisticsArgs) -> Statistics:
 
 
 def sharded_logprobs_reference(a: ShardedArgs) -> TokenResults:
-    """Compute the results of each token from the statistics of all ranks. Gradients are those of `a.logits`, this
+    """Compute the results of each token from the statistics of all ranks. Their gradient goes to `a.logits`, this
     rank's shard."""
     return joined_reference(a.stats, a.target, a.softmax, a.wanted)

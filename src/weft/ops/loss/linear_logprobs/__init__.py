@@ -1,1 +1,1 @@
-"""Log-probabilities of targets under a linear head, without its logits in memory."""
+"""Log-probabilities of targets under a linear head, without materializing its logits."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of log-probabilities of a linear head, their statistics and their backward."""
+"""Arguments and outputs of the log-probabilities of a linear head, their statistics and their backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LinearStatisticsArgs(NamedTuple):
     weight: Tensor  # [columns, H]: the whole vocabulary, or a shard of it
     bias: Tensor | None  # [columns]
     target: Tensor  # [...], columns of the whole vocabulary
-    classes: Tensor | None  # [columns], weights of classes for the spread
+    classes: Tensor | None  # [columns], class weights for the spread
     softmax: Softmax
     wanted: Wanted
 
@@ -28,7 +28,7 @@ class LinearLogprobsArgs(NamedTuple):
     bias: Tensor | None
     target: Tensor
     classes: Tensor | None
-    stats: Tensor | None  # [ranks, STATS, T] if the vocabulary is sharded: then the op only joins them
+    stats: Tensor | None  # [ranks, STATS, T] if the vocabulary is sharded, and the op only joins them
     softmax: Softmax
     wanted: Wanted
     skip_below: float | None
@@ -36,7 +36,7 @@ class LinearLogprobsArgs(NamedTuple):
 
 class LinearLogprobsOutputs(NamedTuple):
     tokens: TokenResults
-    order: Tensor  # int32 [T + 1]: the tokens with a target, the others, and how many have a target
+    order: Tensor  # int32 [T + 1]: tokens with a target, the other tokens, and the number of tokens with a target
 
 
 class HeadGradients(NamedTuple, Generic[G]):
@@ -56,7 +56,7 @@ class LinearBackwardArgs(NamedTuple):
     entropy: Tensor | None
     shares: Tensor | None
     order: Tensor
-    # The gradients of the results, [...] each; None for a result that was not used.
+    # Upstream gradients of the results, [...] each; None for a result that was not used.
     dlogprob: Tensor | None
     dlse: Tensor | None
     dentropy: Tensor | None

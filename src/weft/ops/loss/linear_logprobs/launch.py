@@ -1,4 +1,4 @@
-"""The launches of log-probabilities of a linear head, forward and backward."""
+"""Launches of the log-probabilities of a linear head, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .kernels import (
     linear_order_kernel,
 )
 
-# Bytes for the gradient of one block's logits. On a GPU blocks are so large that reading and writing the fp32 sums of
+# Bytes for the gradient of one block's logits. GPU blocks are large enough that reading and writing the fp32 sums of
 # dhidden between them is a small part of the traffic.
 CPU_BUDGET, GPU_BUDGET = 64 << 20, 256 << 20
 
@@ -38,7 +38,7 @@ Role = Literal["logits", "dlogits", "dweight", "dhidden"]
 
 
 class HeadConfig(NamedTuple):
-    """How a product is cut: tiles of `m` x `n`, summed `k` at a time."""
+    """Tiling of a product: tiles of `m` x `n`, summed `k` at a time."""
 
     m: int
     n: int
@@ -50,22 +50,22 @@ class HeadConfig(NamedTuple):
 
 @choice("linear_logprobs", m=(16, 256), n=(16, 256), k=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
 def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capabilities) -> HeadConfig:
-    """The tile of a kernel with this role on this target. `whole`: both operands have the same 16-bit dtype, and rows
-    that are multiples of 8. `rich`: more than a plain softmax is computed from the logits, which takes registers;
-    `squares`: the sum of squares is part of it."""
+    """Return the tiling of a kernel with this role. `whole`: both operands have one 16-bit dtype, and rows that are
+    multiples of 8. `rich`: the logits are used for more than a plain softmax, which takes registers; `squares`: that
+    includes the sum of squares."""
     name = target.target
     if target.is_cpu:
         return HeadConfig(128, 128, 64, 4, 1, split=False)
-    # Operands are split into up to six products, or loaded element by element: both take registers.
+    # Operands are split into up to six products or loaded element by element; either takes registers.
     if not whole:
         return HeadConfig(64, 64, 32, 4, 2)
-    # Compiled for sm_90: 128 x 256 logits take 255 registers of a thread; with entropy and smoothing they would
-    # spill 1680 bytes, and their gradient as many. On sm_100, dhidden would spill 456 bytes where it adds to sums.
+    # Compiled for sm_90: 128 x 256 logits take 255 registers per thread; with entropy and smoothing they would
+    # spill 1680 bytes, and so would their gradient. On sm_100, dhidden would spill 456 bytes when it adds to sums.
     if name in ("sm_90", "sm_100", "sm_103"):
         wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and name == "sm_90")
         if role == "logits" and rich and name != "sm_90":
-            # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, squares among them, 64
-            # columns would spill 400.
+            # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, including squares, 64
+            # columns would spill 400 bytes.
             return HeadConfig(128, 32 if squares else 64, 64, 4, 3)
         return HeadConfig(128, 256 if wide else 128, 64, 8, 3)
     if target.warp_size == 64:
@@ -74,12 +74,12 @@ def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capa
 
 
 class _Operands:
-    """Hidden states and weight in the form that kernels read."""
+    """Hidden states and weight in the layout that kernels read."""
 
     def __init__(self, a: AnyHeadArgs) -> None:
         self.device = capabilities_of(a.hidden.device)
-        self.dtype = torch.promote_types(a.hidden.dtype, a.weight.dtype)  # what dlogits are stored in
-        # Matrix units multiply them as they are if both have the same 16-bit dtype.
+        self.dtype = torch.promote_types(a.hidden.dtype, a.weight.dtype)  # dtype of dlogits
+        # Matrix units multiply operands of one 16-bit dtype natively.
         self.whole = a.hidden.dtype == a.weight.dtype and self.dtype != torch.float32
         self.hidden, self.weight = flat_rows(a.hidden), flat_rows(a.weight)
         self.target, self.bias, self.classes = (
@@ -90,29 +90,29 @@ class _Operands:
         self.rows, self.cols = self.hidden.shape
         self.columns = self.weight.shape[0]
         self.strides = self.hidden.stride(0), self.weight.stride(0)
-        least = 4 if a.hidden.dtype is torch.float32 else 8
-        self.align = align_of(self.cols, *self.strides, least=least)
+        max_align = 4 if a.hidden.dtype is torch.float32 else 8
+        self.align = align_of(self.cols, *self.strides, least=max_align)
 
     def config(self, role: Role, rich: bool, squares: bool = False) -> HeadConfig:
         return head_config(role, self.whole and self.align > 1, rich, squares, self.device)
 
     def descriptors(self, *tensors: Tensor) -> bool:
-        """Whether tiles of these tensors can be loaded by bulk copies (TMA): the target has them, and rows are
-        multiples of 16 bytes."""
-        possible = self.device.descriptors and self.whole and self.align >= 8
-        return possible and all(t.data_ptr() % 16 == 0 for t in tensors)
+        """Return whether tiles of these tensors can be loaded by TMA: the target has it, and rows are multiples of 16
+        bytes."""
+        supported = self.device.descriptors and self.whole and self.align >= 8
+        return supported and all(t.data_ptr() % 16 == 0 for t in tensors)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.hidden.device)
 
 
 def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int, int]:
-    """(splits, span): into how many splits the vocabulary is cut and how many columns each has, so that there are
-    enough programs to keep all multiprocessors busy."""
-    pieces = max(1, -(-vocab // tile))
-    splits = min(pieces, max(1, -(-4 * target.multiprocessors // tiles)))
-    span = -(-pieces // splits)
-    return -(-pieces // span), span * tile
+    """Return (splits, span), the number of vocabulary splits and the columns of each, with enough programs to keep all
+    multiprocessors busy."""
+    vocab_tiles = max(1, -(-vocab // tile))
+    splits = min(vocab_tiles, max(1, -(-4 * target.multiprocessors // tiles)))
+    span = -(-vocab_tiles // splits)
+    return -(-vocab_tiles // span), span * tile
 
 
 def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
@@ -130,7 +130,7 @@ def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
 
 
 class _ProductConstants(NamedTuple):
-    """What decides the code of the forward product."""
+    """Constants that select the variant of the forward product."""
 
     config: HeadConfig
     kind: int
@@ -164,8 +164,8 @@ def _product_launch(c: _ProductConstants) -> Launch:
 def _launch_products(
     o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
 ) -> None:
-    """Number the tokens, compute the statistics of each split of the vocabulary, and join those of all splits: into the
-    statistics of a shard, or into results."""
+    """Order the tokens, compute the statistics of each split of the vocabulary, and join the splits into the statistics
+    of a shard or into results."""
     x, softmax, wanted = _Operands(a), a.softmax, a.wanted
     config = x.config("logits", softmax.softcap is not None or True in wanted, wanted.squares)
     _launch_order(order, x.target, softmax)
@@ -200,7 +200,7 @@ def _launch_products(
 
 
 class _Backward:
-    """One call: the blocks that the vocabulary is cut into, and the products of a block."""
+    """State of one backward call: the blocks of the vocabulary, and the products of each block."""
 
     def __init__(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
         self.o, self.a = o, a
@@ -209,19 +209,22 @@ class _Backward:
         self.config = config = x.config("dlogits", self.rich)
         self.tiles = -(-x.rows // config.m)
         budget = CPU_BUDGET if x.device.is_cpu else GPU_BUDGET
-        pieces = -(-x.columns // config.n)
-        held = max(1, budget // (self.tiles * config.m * x.dtype.itemsize * config.n))
-        self.held = -(-pieces // -(-pieces // min(held, pieces)))  # tiles of a block, evened out
-        self.block = self.held * config.n
-        self.kept = None if a.skip_below is None else x.empty(self.tiles, self.held, dtype=torch.int8)
+        vocab_tiles = -(-x.columns // config.n)
+        fitting = max(1, budget // (self.tiles * config.m * x.dtype.itemsize * config.n))
+        self.block_tiles = -(
+            -vocab_tiles // -(-vocab_tiles // min(fitting, vocab_tiles))
+            # Balance the tiles over the blocks.
+        )
+        self.block = self.block_tiles * config.n
+        self.kept = None if a.skip_below is None else x.empty(self.tiles, self.block_tiles, dtype=torch.int8)
         self.dlogits = x.empty(self.tiles * config.m, self.block, dtype=x.dtype)
         self.sums = None
         if o.hidden is not None and self.block < x.columns:
             self.sums = x.empty(x.rows, x.cols)
-        self.make_factors()
+        self.compute_factors()
 
-    def make_factors(self) -> None:
-        """Compute the factors of each token from which `linear_dlogits_kernel` makes the gradient of its logits."""
+    def compute_factors(self) -> None:
+        """Compute the per-token factors from which `linear_dlogits_kernel` computes the gradient of the logits."""
         a, x = self.a, self.x
         self.factors, self.labels = x.empty(5, x.rows), x.empty(x.rows, dtype=torch.int32)
         upstream = [None if g is None else g.reshape(-1) for g in (a.dlogprob, a.dlse, a.dentropy, a.dspread)]
@@ -256,7 +259,7 @@ class _Backward:
         )
         self.unit = None
         if x.dtype is torch.float16:
-            # A power of two that brings the largest factor to about 1, once the logits' scale has been multiplied.
+            # A power of two that brings the largest factor to about 1, after multiplication with the logits' scale.
             size = self.factors[1:].abs().amax().clamp(1e-30, 1e30)
             power = torch.exp2(-torch.ceil(torch.log2(size * a.softmax.scale)))
             self.factors[1:] *= power
@@ -265,17 +268,17 @@ class _Backward:
     def run(self) -> None:
         x, o = self.x, self.o
         for begin in range(0, x.columns, self.block):
-            self.make_dlogits(begin)
+            self.compute_dlogits(begin)
             if o.weight is not None or o.bias is not None:
                 self.add_dweight(begin)
             if o.hidden is not None:
                 self.add_dhidden(begin)
 
-    def pieces_from(self, begin: int) -> int:
-        """How many tiles of the vocabulary the block has that begins at column `begin`."""
-        return min(self.held, -(-(self.x.columns - begin) // self.config.n))
+    def tiles_from(self, begin: int) -> int:
+        """Return the number of vocabulary tiles of the block that begins at column `begin`."""
+        return min(self.block_tiles, -(-(self.x.columns - begin) // self.config.n))
 
-    def make_dlogits(self, begin: int) -> None:
+    def compute_dlogits(self, begin: int) -> None:
         a, x, config = self.a, self.x, self.config
         launch = Launch.of(
             linear_dlogits_kernel,
@@ -293,7 +296,7 @@ class _Backward:
             TMA=x.descriptors(x.weight),
         )
         launch(
-            (self.tiles * self.pieces_from(begin), 1, 1),
+            (self.tiles * self.tiles_from(begin), 1, 1),
             *linear_dlogits_kernel.arguments(
                 hidden_ptr=x.hidden,
                 weight_ptr=x.weight,
@@ -337,7 +340,7 @@ class _Backward:
         across = 1 if o.weight is None else -(-x.cols // config.n)
         hidden_stride, _ = x.strides
         launch(
-            (-(-self.pieces_from(begin) * self.config.n // config.m) * across, 1, 1),
+            (-(-self.tiles_from(begin) * self.config.n // config.m) * across, 1, 1),
             *linear_dweight_kernel.arguments(
                 hidden_ptr=x.hidden,
                 dlogits_ptr=self.dlogits,

@@ -1,38 +1,38 @@
-"""The loss head: log-probabilities of tokens from hidden states, without their logits ever being in memory.
+"""The loss head: log-probabilities of tokens from hidden states, without materializing logits.
 
     x = hidden @ weight^T + bias               [T, V], fp32 sums, a tile at a time
     z = cap(logit_scale * x) / temperature     cap(x) = softcap * tanh(x / softcap), or x
     m = max(z)    d = sum(exp(z - m))          lse = m + log(d)      p = exp(z - m) / d
     logprob = (z_y - m) - log(d)
     entropy = log(d) - sum(exp(z - m) * (z - m)) / d
-    spread = sum_c(w_c * (lse - z_c)) / V      what label smoothing adds, with class weights w (1 without)
+    spread = sum_c(w_c * (lse - z_c)) / V      the term of label smoothing, with class weights w (default 1)
     mean_logits = lse - spread                 without class weights
     log_sum_squares = log(sum(p^2))            without a gradient
 
-V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). Kernels are given
-softcap / logit_scale and scale = logit_scale / temperature, with which z is scale * cap(x). Backward needs m and d of
-each token. With a, h, e, s the gradients of a token's logprob, lse, entropy H and spread:
+V counts the columns that are not minus infinity (a bias of minus infinity pads a vocabulary). Kernels take
+softcap / logit_scale and scale = logit_scale / temperature, so that z = scale * cap(x). Backward needs m and d of each
+token. With a, h, e, s the gradients of a token's logprob, lse, entropy H and spread:
 
     dz_j = p_j * (h - a + s * sum(w) / V - e * (log(p_j) + H)) + a * [j = y] - s * w_j / V
     dx_j = dz_j * scale * (1 - tanh(logit_scale * x_j / softcap)^2)
     dhidden = dx @ weight        dweight = dx^T @ hidden        dbias = sum_t dx
 
-Forward, a program multiplies a tile of tokens with the tiles of one split of the vocabulary and joins each product's
-statistics to those before it; a second kernel joins the splits in order (`statistics`). If the vocabulary is sharded
-over ranks, an op of its own gives the statistics of a shard, and the same kernel joins those of all ranks.
+In the forward, a program multiplies a tile of tokens with the tiles of one split of the vocabulary and accumulates the
+statistics of the products; a second kernel joins the splits in order (`statistics`). If the vocabulary is sharded over
+ranks, a separate op computes the statistics of a shard, and the same kernel joins the ranks.
 
-Backward goes through the vocabulary in blocks. It computes a block's logits again and writes their gradient dx [T,
-block] once, rounded to the dtype of the operands. Its product with hidden is the block's rows of dweight, complete and
-rounded once; its product with weight is added to dhidden in fp32, which is rounded once after the last block. dbias
-adds up the rounded dx. So the only memory that grows with V is dweight itself. Sums have a fixed order: every run gives
+Backward processes the vocabulary in blocks. It recomputes a block's logits and writes their gradient dx [T, block]
+once, rounded to the dtype of the operands. The product of dx with hidden is the block's rows of dweight, complete and
+rounded once; the product with weight is added to dhidden in fp32, which is rounded once after the last block. dbias
+sums the rounded dx. So the only memory that grows with V is dweight itself. Sums have a fixed order: every run gives
 the same bits.
 
 dx is rounded as in a chain of ops that stores logits in the operands' dtype: in bf16 to 2^-9 of its size. In fp16,
-where small numbers would be lost, dx is multiplied by a power of two that brings the largest gradient of a token to
+where small elements would underflow, dx is multiplied by a power of two that brings the largest gradient of a token to
 about 1, and the products are divided by it.
 
-Tokens without a target are skipped: tokens with one are numbered first (`order`), and kernels take tokens by that
-number. The others are neither read nor multiplied; their results and their gradient are zeros.
+Tokens without a target are skipped: `order` lists the tokens that have one first, and kernels read tokens in that
+order. The others are neither read nor multiplied; their results and their gradient are zeros.
 """
 
 from __future__ import annotations
@@ -138,17 +138,17 @@ class LinearLogprobsOp(
         return linear_logprobs_reference(a)
 
     def keep(self, a: LinearLogprobsArgs, o: LinearLogprobsOutputs) -> LinearBackwardArgs:
-        found = o.tokens
+        tokens = o.tokens
         return LinearBackwardArgs(
             hidden=a.hidden,
             weight=a.weight,
             bias=a.bias,
             target=a.target,
             classes=a.classes,
-            largest=found.largest,
-            total=found.total,
-            entropy=found.entropy,
-            shares=found.shares,
+            largest=tokens.largest,
+            total=tokens.total,
+            entropy=tokens.entropy,
+            shares=tokens.shares,
             order=o.order,
             dlogprob=None,
             dlse=None,
@@ -164,7 +164,7 @@ class LinearLogprobsOp(
         if True not in needs:
             return {}
         grads: TokenResults = b.grads.tokens
-        found = linear_logprobs_backward_op(
+        gradients = linear_logprobs_backward_op(
             b.kept._replace(
                 dlogprob=grads.logprobs,
                 dlse=grads.lse,
@@ -173,7 +173,7 @@ class LinearLogprobsOp(
                 needs=needs,
             )
         )
-        return found._asdict()
+        return gradients._asdict()
 
 
 linear_logprobs_op = LinearLogprobsOp()
@@ -183,8 +183,7 @@ linear_logprobs_op = LinearLogprobsOp()
 
 
 class LogProbs(NamedTuple):
-    """What `linear_logprobs` returns if more than the log-probabilities is asked for; what was not asked for is
-    None."""
+    """Results of `linear_logprobs` when more than the log-probabilities is requested; those not requested are None."""
 
     logprobs: Tensor
     lse: Tensor | None = None
@@ -195,7 +194,7 @@ class LogProbs(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The operands of this rank, checked."""
+    """This rank's operands."""
 
     hidden: Tensor
     weight: Tensor
@@ -219,11 +218,11 @@ class Head(NamedTuple):
     def results(
         self, classes: Tensor | None, softmax: Softmax, wanted: Wanted, skip_below: float | None
     ) -> TokenResults:
-        """All results of the loss head for each token. `classes` are the weights of the whole vocabulary's classes."""
+        """Return the results of each token. `classes` weighs the classes of the whole vocabulary."""
         if wanted.spread and skip_below is not None:
             raise ValueError(
                 "skip_below cannot be combined with label_smoothing or mean_logits, whose gradients are not small in "
-                "any tile: give one of the two"
+                "any tile: use one of the two"
             )
         hidden, weight, bias, target, shard = self
         hidden, weight = autocasted(hidden), autocasted(weight)
@@ -261,7 +260,7 @@ class Head(NamedTuple):
 
 
 def localize_head(head: Head, class_weight: Tensor | None = None) -> Local | None:
-    """This rank's part of distributed operands; None if they are plain tensors."""
+    """Return this rank's part of distributed operands, or None if all are plain tensors."""
     hidden, weight, bias, target, _ = head
     if not is_distributed(hidden, weight, bias, target, class_weight):
         return None
@@ -270,14 +269,14 @@ def localize_head(head: Head, class_weight: Tensor | None = None) -> Local | Non
 
 
 def _wrong_head(hidden: Tensor, weight: Tensor, target: Tensor) -> ValueError:
-    """The error for hidden states, a weight and targets whose shapes do not match."""
+    """Return the error for hidden states, a weight and targets whose shapes do not match."""
     note = ""
     if hidden.dim() == 2 and weight.shape[-1:] == hidden.shape[-1:] and target.shape == weight.shape[:-1]:
         note = ". The hidden states come first, then the weight"
     elif weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
-        note = ". Give weight.t(), if its columns are the vocabulary"
+        note = ". If the columns of weight are the vocabulary, pass weight.t()"
     return ValueError(
-        "hidden must be [..., H] and weight [V, H] with one H and at least one row, and target one class to each "
+        "hidden must be [..., H] and weight [V, H] with one H and at least one row, and target one class per "
         f"row of hidden; got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}{note}"
     )
 
@@ -342,37 +341,37 @@ def linear_logprobs(
     skip_below: float | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor | LogProbs:
-    """log(softmax(hidden @ weight^T + bias)) of the target of each token, fp32 [...], without logits in memory.
+    """Return log(softmax(hidden @ weight^T + bias)) of each token's target, fp32 [...], without materializing logits.
 
     hidden: [..., H], weight: [V, H] and bias: [V] in bf16, fp16 or fp32, of any strides (a weight whose rows are not
-    contiguous is copied). An FP8 `QTensor` as weight is dequantised first, as a whole, and its gradient passes straight
-    through to what it was quantised from. target: [...] in int32 or int64. Each result of each
-    token has its own gradient, so that any loss can be made of log-probabilities, entropies and lse.
+    contiguous is copied). An FP8 `QTensor` as weight is first dequantized as a whole; its gradient passes straight
+    through to the tensor it was quantized from. target: [...] in int32 or int64. Each result of each token has its own
+    gradient, so any loss can be built from log-probabilities, entropies and lse.
 
     - `logit_scale`: logits are multiplied by it first (Cohere, Granite, Falcon-H1). `softcap`: then they become
       softcap * tanh(logits / softcap) (Gemma). Last they are divided by `temperature`.
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
-      read. Any other target that is no row of weight is an IndexError on the CPU; on a GPU, where nothing waits to find
-      out, it makes the token's results NaN and its gradient 0.
-    - `return_lse`, `return_entropy`, …: more results for each token, with which the result is a `LogProbs`:
+      read. Any other target that is no row of weight is an IndexError on the CPU; on a GPU, which is never synchronized
+      to check, it makes the token's results NaN and its gradient 0.
+    - `return_lse`, `return_entropy`, …: further results of each token; the return value is then a `LogProbs`:
 
       | name              |                                                                                         |
       |-------------------|-----------------------------------------------------------------------------------------|
       | `lse`             | log(sum(exp(logits)))                                                                   |
-      | `entropy`         | of the softmax                                                                          |
+      | `entropy`         | entropy of the softmax                                                                  |
       | `accuracy`        | 1 if the target has the largest logit (of equal ones, the lowest), else 0; no gradient  |
-      | `mean_logits`     | over the vocabulary, of the logits as the softmax has them                              |
+      | `mean_logits`     | mean over the vocabulary of the logits that the softmax takes                           |
       | `log_sum_squares` | log(sum(p^2)), for weights such as WPO's; no gradient                                   |
 
     - `skip_below`: backward treats a tile of the gradient of the logits, 64 or 128 tokens by as many columns, as zero
       if all its probabilities are below this threshold and it has no target's column. That saves the tile's share of
       two of the three products. A token's gradient loses less than V * skip_below of its size, usually far less. Off by
       default.
-    - `shard`: weight and bias are this rank's shard of the vocabulary; hidden and target are the same on all ranks. The
-      results are the same on all ranks, bit for bit. The gradient of hidden is the sum over the ranks.
+    - `shard`: weight and bias are this rank's shard of the vocabulary; hidden and target are equal on all ranks. So are
+      the results, bit for bit. The gradient of hidden is the sum over the ranks.
 
     Operands may be DTensors: weight and bias replicated or Shard(0), hidden replicated or sharded along tokens. The
-    results are DTensors, sharded as the tokens are.
+    results are DTensors, sharded like the tokens.
 
     Extra memory of forward and backward does not grow with V, except for the gradient of weight.
 
@@ -380,9 +379,9 @@ def linear_logprobs(
     >>> hidden = torch.randn(6, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> weight = torch.randn(1000, 64, dtype=torch.bfloat16, requires_grad=True)
     >>> target = torch.tensor([1, 2, 3, -100, 5, 999])
-    >>> found = weft.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
-    >>> (-found.logprobs.sum() - 0.01 * found.entropy.sum()).backward()
-    >>> found.logprobs.dtype, found.logprobs[3].item(), weight.grad.dtype
+    >>> result = weft.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
+    >>> (-result.logprobs.sum() - 0.01 * result.entropy.sum()).backward()
+    >>> result.logprobs.dtype, result.logprobs[3].item(), weight.grad.dtype
     (torch.float32, 0.0, torch.bfloat16)
     """
     head = Head(hidden, weight, bias, target, shard)
@@ -392,14 +391,14 @@ def linear_logprobs(
     head.check(skip_below)
     softmax = head.softmax(ignore_index, logit_scale, softcap, temperature)
     wanted = Wanted(return_entropy, return_mean_logits, return_accuracy, return_log_sum_squares)
-    found = head.results(None, softmax, wanted, skip_below)
+    tokens = head.results(None, softmax, wanted, skip_below)
     results = LogProbs(
-        logprobs=found.logprobs,
-        lse=found.lse if return_lse else None,
-        entropy=found.entropy,
-        accuracy=found.hits,
-        mean_logits=None if found.spread is None else found.lse - found.spread,
-        log_sum_squares=found.log_sum_squares,
+        logprobs=tokens.logprobs,
+        lse=tokens.lse if return_lse else None,
+        entropy=tokens.entropy,
+        accuracy=tokens.hits,
+        mean_logits=None if tokens.spread is None else tokens.lse - tokens.spread,
+        log_sum_squares=tokens.log_sum_squares,
     )
     if local is not None:
         results = LogProbs(*(None if value is None else local.placed(value) for value in results))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Log-probabilities of a linear head in plain PyTorch: the definition of right."""
+"""Reference of the log-probabilities of a linear head in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .arguments import (
 
 
 def _logits(a: AnyHeadArgs, targets: Targets) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(hidden, z, slope): the hidden states [T, H], zero for tokens without a target; z [T, V]; dz/dx."""
+    """Return (hidden, z, slope): the hidden states [T, H], zero for tokens without a target; z [T, V]; dz/dx."""
     dtype = compute_dtype(a.hidden)
     hidden = a.hidden.reshape(count_rows(a.hidden), a.hidden.shape[-1])
     hidden = torch.where(targets.valid[:, None], hidden, 0.0).to(dtype)
@@ -35,7 +35,7 @@ def linear_statistics_reference(a: LinearStatisticsArgs | LinearLogprobsArgs) ->
 
 
 def linear_logprobs_backward_reference(a: LinearBackwardArgs) -> HeadGradients:
-    """The definition; it ignores `skip_below` and computes every tile."""
+    """Define the gradients; `skip_below` is ignored and every tile computed."""
     targets, start = Targets.of(a.target, a.softmax), a.softmax.start
     hidden, z, slope = _logits(a, targets)
     dtype = z.dtype
@@ -56,10 +56,10 @@ def linear_logprobs_backward_reference(a: LinearBackwardArgs) -> HeadGradients:
         factor = factor + column(a.dlse)
     if a.dspread is not None:
         assert a.shares is not None
-        of_mass, of_column = a.shares.unbind()
-        factor = factor + column(a.dspread) * column(of_mass)
+        mass_share, column_share = a.shares.unbind()
+        factor = factor + column(a.dspread) * column(mass_share)
         w = torch.ones_like(z) if a.classes is None else a.classes.to(dtype)
-        dz = dz - torch.where(z > -torch.inf, column(a.dspread) * column(of_column) * w, 0.0)
+        dz = dz - torch.where(z > -torch.inf, column(a.dspread) * column(column_share) * w, 0.0)
     if a.dentropy is not None:
         assert a.entropy is not None
         factor = factor - column(a.dentropy) * (t - log_total[:, None] + column(a.entropy))
@@ -76,7 +76,7 @@ def linear_logprobs_backward_reference(a: LinearBackwardArgs) -> HeadGradients:
 
 
 def linear_logprobs_reference(a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
-    """The definition."""
+    """Define the outputs of the op."""
     stats = linear_statistics_reference(a).stats[None] if a.stats is None else a.stats
     valid = Targets.of(a.target, a.softmax).valid
     order = torch.argsort((~valid).int(), stable=True).int()

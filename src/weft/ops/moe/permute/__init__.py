@@ -1,1 +1,1 @@
-"""Rows moved to the experts and back."""
+"""Permute and unpermute: rows moved to the experts and back."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of permute, unpermute and unpermute's backward."""
+"""Arguments and outputs of permute, unpermute and unpermute's backward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..row_map.arguments import RowMap
 
 
 class PermuteArgs(NamedTuple):
-    x: Tensor  # [..., K]; not read if there are codes
-    codes: Codes  # those of a quantised x, which are moved as they are
+    x: Tensor  # [..., K]; not read if codes are present
+    codes: Codes  # codes of a quantized x, which are moved unchanged
     probs: Tensor | None  # [..., slots], or [..., experts] if the routing was a mask
     map: RowMap
     result: ResultOptions
@@ -27,7 +27,7 @@ class PermuteOutputs(NamedTuple):
 
 
 class UnpermuteArgs(NamedTuple):
-    rows: Tensor  # [rows, K]; not read if there are codes
+    rows: Tensor  # [rows, K]; not read if codes are present
     codes: Codes
     probs: Tensor | None
     carried: Tensor | None  # [rows]
@@ -36,7 +36,7 @@ class UnpermuteArgs(NamedTuple):
 
 class UnpermuteOutputs(NamedTuple):
     y: Tensor  # [..., K]
-    carried: Tensor | None  # in the shape of probs
+    carried: Tensor | None  # shaped like probs
 
 
 class UnpermuteGradients(NamedTuple, Generic[G]):
@@ -46,7 +46,7 @@ class UnpermuteGradients(NamedTuple, Generic[G]):
 
 class UnpermuteBackwardArgs(NamedTuple):
     dy: Tensor  # [..., K]
-    rows: Tensor | None  # for the gradient of probs; None if it is not wanted or the rows are given as codes
+    rows: Tensor | None  # for the gradient of probs; None if it is not needed or the rows are codes
     codes: Codes
     probs: Tensor
     map: RowMap

@@ -1,4 +1,4 @@
-"""The kernels that move rows to the experts and back; see `permute` for what they compute."""
+"""Kernels that move rows to the experts and back; `permute` documents the formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....tiles import amax, decode, decode_e8m0, fp32_scale, larger, quantize_ro
 from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe
 from ...common.loads import load_stored, load_tile, tile_mask
 
-PADS = tl.constexpr(32)  # rows that a program searches for pads
+PADS = tl.constexpr(32)  # rows that one program searches for pads
 
 
 class Probs(NamedTuple):
@@ -24,7 +24,7 @@ class Probs(NamedTuple):
 
 @triton.jit
 def _load_probs(probs, token, slot, mask):
-    """The probabilities of slots, zero where the mask is False."""
+    """Load the probabilities of slots, zero where the mask is False."""
     column = slot
     if probs.experts_ptr is not None:
         column = tl.load(probs.experts_ptr + token * probs.slots + slot, mask=mask, other=-1)
@@ -33,9 +33,9 @@ def _load_probs(probs, token, slot, mask):
 
 
 class Pads(NamedTuple):
-    """Some of the rows of y, of which those without a slot are pads."""
+    """A block of rows of y; its rows without a slot are pads."""
 
-    block: Any  # the number of this block of PADS rows
+    block: Any  # index of this block of PADS rows
     slot_of_row_ptr: Any
     row_probs_ptr: Any  # or None
     rows: Any
@@ -48,14 +48,13 @@ class Pads(NamedTuple):
 
 @triton.jit
 def _write_pads(y, pads, encoding):
-    """Fill the pads among PADS rows with zeros, as numbers or as codes with scales 1, and their probabilities with
-    0."""
+    """Fill the pads among PADS rows with zeros (for codes: zeros with scales 1), and set their probabilities to 0."""
     FORMAT: tl.constexpr = encoding.FORMAT
     PIECE: tl.constexpr = pads.TILE if pads.TILE < 256 else 256
     row = pads.block.to(tl.int64) * PADS + tl.arange(0, PADS)  # [PADS]
     pad = tl.load(pads.slot_of_row_ptr + row, mask=row < pads.rows, other=0) < 0
     if tl.max(pad.to(tl.int32), axis=0) > 0:
-        row = tl.where(pad, row, pads.rows)  # other rows are moved past the end, where nothing is stored
+        row = tl.where(pad, row, pads.rows)  # rows past the end are not stored
         for start in range(0, pads.cols, PIECE):
             scale = None
             if FORMAT is None:
@@ -84,14 +83,14 @@ def _write_pads(y, pads, encoding):
             scale, _ = fp32_scale(tl.zeros((PADS,), tl.float32), encoding.INPUT_MAX, FORMAT)
             tl.store(y.scale + row * y.scale_row_stride, scale, mask=pad)
         if pads.row_probs_ptr is not None:
-            none = tl.zeros((PADS,), pads.row_probs_ptr.dtype.element_ty)
-            tl.store(pads.row_probs_ptr + row, none, mask=pad)
+            zero_probs = tl.zeros((PADS,), pads.row_probs_ptr.dtype.element_ty)
+            tl.store(pads.row_probs_ptr + row, zero_probs, mask=pad)
 
 
 @triton.jit
 def _store(x, scale, y, tile, FORMAT: tl.constexpr):
-    """Store a tile x [R, C] of numbers, or with FORMAT of codes, and scales [R, C // group] if it has groups. Rows past
-    the end, `tile.row >= tile.rows`, are not stored."""
+    """Store a tile x [R, C] of elements, or with FORMAT of codes, and scales [R, C // group] if it has groups. Rows
+    past the end, `tile.row >= tile.rows`, are not stored."""
     if FORMAT is None:
         col = tile.start + tl.arange(0, x.shape[1])
         y_off = tl.multiple_of(tile.row * y.stride, tile.ALIGN)
@@ -109,23 +108,25 @@ def _store(x, scale, y, tile, FORMAT: tl.constexpr):
 
 
 class Tokens(NamedTuple):
-    """The tokens of a tile, and where their slots have their rows."""
+    """Tokens of a tile, and the rows of their slots."""
 
     token: Any  # int64 [R]
-    there: Any  # bool [R]: False past the last token
+    exists: Any  # bool [R]: False past the last token
     row_of_slot_ptr: Any
-    slots: Any  # of a token
+    slots: Any  # per token
 
 
 @triton.jit
 def _store_to_slots(x, scale, y, tokens, tile, FORMAT: tl.constexpr):
     """Store a tile of tokens to the rows of all their slots; x and scale as in `_store`. `tile.row` is not read."""
-    # The index of the next row is loaded while this row is stored.
+    # Load the index of the next row while this row is stored.
     row_ptr = tokens.row_of_slot_ptr + tokens.token * tokens.slots
-    ahead = tl.load(row_ptr, mask=tokens.there, other=-1)
+    next_row = tl.load(row_ptr, mask=tokens.exists, other=-1)
     for slot in range(tokens.slots):
-        row = tl.where(ahead < 0, tile.rows, ahead).to(tl.int64)  # past the end for a slot without a row
-        ahead = tl.load(row_ptr + slot + 1, mask=tokens.there & (slot + 1 < tokens.slots), other=-1)
+        row = tl.where(next_row < 0, tile.rows, next_row).to(
+            tl.int64
+        )  # past the end for a slot without a row
+        next_row = tl.load(row_ptr + slot + 1, mask=tokens.exists & (slot + 1 < tokens.slots), other=-1)
         _store(
             x,
             scale,
@@ -138,7 +139,7 @@ def _store_to_slots(x, scale, y, tokens, tile, FORMAT: tl.constexpr):
 @kernel
 def permute_kernel(
     x_ptr,  # [tokens, cols]; codes are bytes
-    x_scale_ptr,  # [tokens, scale_cols] if x is quantised, or None
+    x_scale_ptr,  # [tokens, scale_cols] if x is quantized, or None
     probs_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts]; or None
     experts_ptr,  # int32 [tokens, slots], or None
     row_of_slot_ptr,  # int32 [tokens, slots]
@@ -160,15 +161,15 @@ def permute_kernel(
     y_scale_row_stride,
     y_scale_col_stride,
     INPUT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,  # to quantise to, or None
+    FORMAT: tl.constexpr,  # format to quantize to, or None
     CAST: tl.constexpr,
-    ROWS: tl.constexpr,  # tokens of a program
+    ROWS: tl.constexpr,  # tokens per program
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,  # cols and row strides are multiples of it
     COLS_MASKED: tl.constexpr,
 ):
-    """Each token's row is read once, and written to the rows of its slots; further programs write the pads. With one
-    scale for each row, a program has whole rows and reads them twice, first for their amax."""
+    """Read each token's row once and write it to the rows of its slots; further programs write the pads. With one scale
+    per row, a program has whole rows and reads them twice, first for their amax."""
     cols = (cols // ALIGN) * ALIGN
     y = StridedCodes(y_ptr, y_scale_ptr, y_stride, y_scale_row_stride, y_scale_col_stride)
     if tl.program_id(0) < token_programs:
@@ -176,7 +177,7 @@ def permute_kernel(
         tiles = 1 if WHOLE else tl.cdiv(cols, TILE)
         tile = tl.program_id(0) % tiles
         token = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        there = token < tokens
+        exists = token < tokens
         x_off = tl.multiple_of(token * x_stride, ALIGN)
         if WHOLE:
             largest = tl.zeros((ROWS,), tl.float32)
@@ -196,7 +197,7 @@ def permute_kernel(
                     codes,
                     None,
                     y,
-                    Tokens(token, there, row_of_slot_ptr, slots),
+                    Tokens(token, exists, row_of_slot_ptr, slots),
                     Tile(None, start, rows, cols, ALIGN, True, COLS_MASKED),
                     FORMAT,
                 )
@@ -214,13 +215,13 @@ def permute_kernel(
                 x,
                 scale,
                 y,
-                Tokens(token, there, row_of_slot_ptr, slots),
+                Tokens(token, exists, row_of_slot_ptr, slots),
                 Tile(None, start, rows, cols, ALIGN, True, COLS_MASKED),
                 FORMAT,
             )
         if (row_probs_ptr is not None or x_scale_ptr is not None or WHOLE) and tile == 0:
             for slot in range(slots):
-                row = tl.load(row_of_slot_ptr + token * slots + slot, mask=there, other=-1).to(tl.int64)
+                row = tl.load(row_of_slot_ptr + token * slots + slot, mask=exists, other=-1).to(tl.int64)
                 if row_probs_ptr is not None:
                     probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
                     prob = _load_probs(probs, token, slot, row >= 0)
@@ -230,21 +231,21 @@ def permute_kernel(
                 if x_scale_ptr is not None:
                     for first in range(0, scale_cols, 32):
                         group = first + tl.arange(0, 32)
-                        moves = (row >= 0)[:, None] & (group < scale_cols)[None, :]
+                        scale_mask = (row >= 0)[:, None] & (group < scale_cols)[None, :]
                         group_off = group.to(tl.int64)
-                        moved = tl.load(
+                        scales = tl.load(
                             x_scale_ptr
                             + (token * x_scale_row_stride)[:, None]
                             + (group_off * x_scale_col_stride)[None, :],
-                            mask=moves,
+                            mask=scale_mask,
                             other=0,
                         )
                         tl.store(
                             y_scale_ptr
                             + (row * y_scale_row_stride)[:, None]
                             + (group_off * y_scale_col_stride)[None, :],
-                            moved,
-                            mask=moves,
+                            scales,
+                            mask=scale_mask,
                         )
     else:
         block = tl.program_id(0) - token_programs
@@ -267,8 +268,8 @@ def permute_stripe_kernel(
     slots,
     x_stride,
     probs_stride,
-    copy: StridedCodes,  # row-wise
-    copy_t: StridedCodes,  # column-wise
+    copy: StridedCodes,  # rowwise
+    copy_t: StridedCodes,  # columnwise
     INPUT_MAX: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
@@ -277,8 +278,8 @@ def permute_stripe_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Make the column-wise copy, and the row-wise one from the same read. Blocks along the rows hold rows of one
-    expert, so a token's row is read once for each of its slots."""
+    """Write the columnwise copy, and the rowwise one from the same read. Columnwise blocks hold rows of one expert, so
+    a token's row is read once for each of its slots."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
     stripe = (tl.program_id(0) // tiles).to(tl.int64)
@@ -286,9 +287,9 @@ def permute_stripe_kernel(
     row = stripe * ROWS + tl.arange(0, ROWS)  # [ROWS]
     col = start + tl.arange(0, TILE)  # [TILE]
     slot = tl.load(slot_of_row_ptr + row, mask=row < rows, other=-1)
-    taken = slot >= 0
-    token = (tl.where(taken, slot, 0) // slots).to(tl.int64)
-    mask = taken[:, None] & (col < cols)[None, :]
+    has_slot = slot >= 0
+    token = (tl.where(has_slot, slot, 0) // slots).to(tl.int64)
+    mask = has_slot[:, None] & (col < cols)[None, :]
     x_off = tl.multiple_of(token * x_stride, ALIGN)
     x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
     store_stripe(
@@ -299,33 +300,33 @@ def permute_stripe_kernel(
         Encoding(0.0, INPUT_MAX, FORMAT, CAST, False),
     )
     if row_probs_ptr is not None and start == 0:
-        own = slot - (token * slots).to(tl.int32)
-        prob = _load_probs(Probs(probs_ptr, experts_ptr, slots, probs_stride), token, own, taken)
+        slot_in_token = slot - (token * slots).to(tl.int32)
+        prob = _load_probs(Probs(probs_ptr, experts_ptr, slots, probs_stride), token, slot_in_token, has_slot)
         tl.store(row_probs_ptr + row, prob, mask=row < rows)
 
 
 @triton.jit
-def _load_values(source, tile, there, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """fp32 [R, TILE]: a tile of rows, decoded if they are quantised; zero for rows that are not `there`, bool [R]."""
+def _load_values(source, tile, row_mask, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """Load a tile of rows as fp32 [R, TILE], decoding quantized rows; zero where `row_mask`, bool [R], is False."""
     row = tile.row
     R: tl.constexpr = row.shape[0]
     col = tile.start + tl.arange(0, TILE)
     row_off = tl.multiple_of(row * source.stride, tile.ALIGN)
-    mask = there[:, None] & (col >= 0)[None, :]
+    mask = row_mask[:, None] & (col >= 0)[None, :]
     if tile.COLS_MASKED:
-        mask = there[:, None] & (col < tile.cols)[None, :]
+        mask = row_mask[:, None] & (col < tile.cols)[None, :]
     if FORMAT is None:
         return load_tile(source.data + row_off[:, None] + col[None, :], mask)
     else:
         codes = tl.load(source.data + row_off[:, None] + col[None, :], mask=mask, other=0)
         values = decode(codes.to(tl.uint8, bitcast=True), FORMAT)
         if FORMAT.group == 0:
-            scale = tl.load(source.scale + row * source.scale_row_stride, mask=there, other=0.0)
+            scale = tl.load(source.scale + row * source.scale_row_stride, mask=row_mask, other=0.0)
             return values * scale[:, None]
         else:
             G: tl.constexpr = FORMAT.group
             group = tile.start // G + tl.arange(0, TILE // G)
-            exists = there[:, None] & (group < (tile.cols + G - 1) // G)[None, :]
+            exists = row_mask[:, None] & (group < (tile.cols + G - 1) // G)[None, :]
             row_off = (row * source.scale_row_stride)[:, None]
             group_off = (group.to(tl.int64) * source.scale_col_stride)[None, :]
             scale = tl.load(source.scale + row_off + group_off, mask=exists, other=0)  # [R, TILE // G]
@@ -338,7 +339,7 @@ def _load_values(source, tile, there, FORMAT: tl.constexpr, TILE: tl.constexpr):
 @kernel
 def unpermute_kernel(
     rows_ptr,  # [rows, cols]; codes are bytes
-    scale_ptr,  # scales of codes, or None
+    scale_ptr,  # scales of the codes, or None
     probs_ptr,  # [tokens, slots], or with experts_ptr [tokens, experts]; or None
     experts_ptr,  # int32 [tokens, slots], or None
     carried_ptr,  # [rows], or None
@@ -353,14 +354,14 @@ def unpermute_kernel(
     scale_col_stride,
     probs_stride,
     back_stride,
-    FORMAT: tl.constexpr,  # of the rows, or None
+    FORMAT: tl.constexpr,  # format of the rows, or None
     AT_ONCE: tl.constexpr,  # slots whose rows are loaded together
-    ROWS: tl.constexpr,  # tokens of a program
+    ROWS: tl.constexpr,  # tokens per program
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """The rows of a token's slots, added up in their order."""
+    """Sum the rows of each token's slots, in the order of the slots."""
     cols = (cols // ALIGN) * ALIGN
     source = StridedCodes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
     probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
@@ -375,16 +376,16 @@ def unpermute_kernel(
             slot = first + j
             exists = (token < tokens) & (slot < slots)
             row = tl.load(row_of_slot_ptr + token * slots + slot, mask=exists, other=-1)
-            taken = row >= 0
+            has_row = row >= 0
             value = _load_values(
                 source,
                 Tile(row.to(tl.int64), start, None, cols, ALIGN, True, COLS_MASKED),
-                taken,
+                has_row,
                 FORMAT,
                 TILE,
             )
             if probs_ptr is not None:
-                weight = _load_probs(probs, token, slot, taken)
+                weight = _load_probs(probs, token, slot, has_row)
                 weight = tl.broadcast_to(weight.to(tl.float32)[:, None], (ROWS, TILE))
                 total = tl.fma(value, weight, total)
             else:
@@ -398,10 +399,10 @@ def unpermute_kernel(
             exists = (token < tokens)[:, None] & (slot < slots)[None, :]
             slot_off = (token * slots)[:, None] + slot[None, :]
             row = tl.load(row_of_slot_ptr + slot_off, mask=exists, other=-1)  # [ROWS, AT_ONCE]
-            taken = row >= 0
-            carried = tl.load(carried_ptr + row, mask=taken, other=0.0)
+            has_row = row >= 0
+            carried = tl.load(carried_ptr + row, mask=has_row, other=0.0)
             if experts_ptr is not None:
-                expert = tl.load(experts_ptr + slot_off, mask=taken, other=-1)
+                expert = tl.load(experts_ptr + slot_off, mask=has_row, other=-1)
                 tl.store(back_ptr + (token * back_stride)[:, None] + expert, carried, mask=expert >= 0)
             else:
                 tl.store(back_ptr + slot_off, carried, mask=exists)
@@ -434,7 +435,7 @@ def unpermute_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A token's gradient is read once for every AT_ONCE of its slots; further programs write the pads."""
+    """Read each token's gradient once per AT_ONCE of its slots; further programs write the pads."""
     cols = (cols // ALIGN) * ALIGN
     source = StridedCodes(rows_ptr, scale_ptr, rows_stride, scale_row_stride, scale_col_stride)
     probs = Probs(probs_ptr, experts_ptr, slots, probs_stride)
@@ -443,8 +444,8 @@ def unpermute_backward_kernel(
         for first in range(0, slots, AT_ONCE):
             slot = first + tl.arange(0, AT_ONCE)  # [AT_ONCE]
             row = tl.load(row_of_slot_ptr + token * slots + slot, mask=slot < slots, other=-1).to(tl.int64)
-            taken = row >= 0
-            weight = _load_probs(probs, token, slot, taken)
+            has_row = row >= 0
+            weight = _load_probs(probs, token, slot, has_row)
             weight = weight.to(tl.float32)[:, None]
             dots = tl.zeros((AT_ONCE,), tl.float32)
             dy_off = tl.multiple_of(token * dy_stride, ALIGN)
@@ -457,13 +458,13 @@ def unpermute_backward_kernel(
                     dy = tl.load(dy_ptr + dy_off + col).to(tl.float32)[None, :]
                 if dprobs_ptr is not None:
                     value = _load_values(
-                        source, Tile(row, start, None, cols, ALIGN, True, COLS_MASKED), taken, FORMAT, TILE
+                        source, Tile(row, start, None, cols, ALIGN, True, COLS_MASKED), has_row, FORMAT, TILE
                     )
                     dots += tl.sum(value * dy, axis=1)  # [AT_ONCE, TILE]
                 if drows_ptr is not None:
-                    mask = taken[:, None] & (col >= 0)[None, :]
+                    mask = has_row[:, None] & (col >= 0)[None, :]
                     if COLS_MASKED:
-                        mask = taken[:, None] & (col < cols)[None, :]
+                        mask = has_row[:, None] & (col < cols)[None, :]
                     row_off = tl.multiple_of(row * cols, ALIGN)
                     tl.store(
                         drows_ptr + row_off[:, None] + col[None, :],
@@ -473,7 +474,7 @@ def unpermute_backward_kernel(
             if dprobs_ptr is not None:
                 dots = dots.to(dprobs_ptr.dtype.element_ty)
                 if experts_ptr is not None:
-                    expert = tl.load(experts_ptr + token * slots + slot, mask=taken, other=-1)
+                    expert = tl.load(experts_ptr + token * slots + slot, mask=has_row, other=-1)
                     tl.store(dprobs_ptr + token * dprobs_stride + expert, dots, mask=expert >= 0)
                 else:
                     tl.store(dprobs_ptr + token * dprobs_stride + slot, dots, mask=slot < slots)

@@ -1,4 +1,4 @@
-"""The launches of permute, unpermute and unpermute's backward."""
+"""Launches of permute, unpermute and unpermute's backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .kernels import PADS, permute_kernel, permute_stripe_kernel, unpermute_back
 
 
 class MoveConfig(NamedTuple):
-    """How rows are cut: `rows` of them to a program, `tile` columns at a time."""
+    """Tiling of rows: `rows` per program, `tile` columns at a time."""
 
     rows: int
     tile: int
@@ -34,54 +34,54 @@ class MoveConfig(NamedTuple):
 
 @choice("permute", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
 def move_config(kernel: str, cols: int, coded: bool, target: Capabilities) -> MoveConfig:
-    """For "permute", whose result is `coded`, or "unpermute", whose input is. Tiles of 2048 numbers for 128 threads, or
-    of 1024 where they are sums of several rows; on a CPU, pieces of one row."""
+    """Return the tiling of "permute", whose output is `coded`, or of "unpermute", whose input is. Tiles have 2048
+    elements per 128 threads, or 1024 if they are sums of several rows; on a CPU they lie within one row."""
     smallest = 128 if coded else 1
     if target.is_cpu:
         return MoveConfig(1, cpu_tile(cols, smallest), 4)
-    numbers = 2048 if kernel == "permute" or coded else 1024
-    tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), numbers)
-    return MoveConfig(numbers // tile, tile, 128 // target.warp_size)
+    elements = 2048 if kernel == "permute" or coded else 1024
+    tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest, 64), elements)
+    return MoveConfig(elements // tile, tile, 128 // target.warp_size)
 
 
 @choice("unpermute_backward", tile=(128, 4096), num_warps=(1, 16))
 def dots_config(cols: int, target: Capabilities) -> MoveConfig:
-    """For the gradients of `unpermute`, a row to a program."""
+    """Return the tiling of the gradients of `unpermute`, with one row per program."""
     if target.is_cpu:
         return MoveConfig(1, cpu_tile(cols, 128), 4)
-    # Each thread has 64 numbers of the slots' rows and 16 bytes of dy.
+    # Each thread holds 64 elements of the slots' rows and 16 bytes of dy.
     return MoveConfig(1, min(max(1 << max(cols - 1, 0).bit_length(), 128), 1024), 128 // target.warp_size)
 
 
-Strides = tuple[int, int, int]  # of rows, of the scales of a row, and of the scales within it
+Strides = tuple[int, int, int]  # strides of rows, of scale rows, and of scales within a row
 
 
 class _Layout(NamedTuple):
-    """Sizes of a permutation, and where what it reads and writes lies."""
+    """Sizes of a permutation, and strides of its inputs and outputs."""
 
     tokens: int
     rows: int
     cols: int
-    slots: int  # of a token
+    slots: int  # per token
     x: Strides
-    x_scales: int  # of a row
+    x_scales: int  # per row
     probs_stride: int
     y: Strides
 
 
 @remembered
 def _permute_launch(
-    layout: _Layout, made: str | None, dtype: torch.dtype, cast: int, target: Capabilities
+    layout: _Layout, target_format: str | None, dtype: torch.dtype, cast: int, target: Capabilities
 ) -> BoundLaunch:
-    """A permutation that makes codes in the format `made` of numbers of this dtype, or
-    moves what there is."""
+    """Bind a permutation that quantizes elements of this dtype to `target_format`, or, if that is None, moves its input
+    unchanged."""
     tokens, rows, cols, slots, x, x_scales, probs_stride, y = layout
-    config = move_config("permute", cols, made is not None, target)
-    format = None if made is None else Format.of(made)
+    config = move_config("permute", cols, target_format is not None, target)
+    format = None if target_format is None else Format.of(target_format)
     launch = Launch.of(
         permute_kernel,
         num_warps=config.num_warps,
-        INPUT_MAX=1.0 if made is None else torch.finfo(dtype).max,
+        INPUT_MAX=1.0 if target_format is None else torch.finfo(dtype).max,
         FORMAT=format,
         CAST=cast,
         ROWS=config.rows,
@@ -89,7 +89,7 @@ def _permute_launch(
         ALIGN=align_of(cols, x[0], y[0]),
         COLS_MASKED=cols % config.tile != 0,
     )
-    whole = format is not None and format.block == "row"  # rows are not cut
+    whole = format is not None and format.block == "row"  # a program has whole rows
     token_programs = -(-tokens // config.rows) * (1 if whole else -(-cols // config.tile))
     grid = (token_programs - (-rows // PADS.value), 1, 1)
     x_stride, x_scale_row_stride, x_scale_col_stride = x
@@ -129,12 +129,12 @@ def _unpermute_launch(
 
 
 def _at_once(slots: int) -> int:
-    """How many slots are loaded together: up to eight, since a thread has registers for eight loads of 16 bytes."""
+    """Return how many slots to load together: up to eight, since a thread has registers for eight loads of 16 bytes."""
     return 1 if slots == 1 else 2 if slots == 2 else 4 if slots <= 4 else 8
 
 
 def _sizes(map: RowMap) -> tuple[int, int, int]:
-    """Tokens, rows, and slots of a token."""
+    """Return (tokens, rows, slots per token)."""
     slots = map.row_of_slot.shape[-1]
     return map.row_of_slot.numel() // slots, map.slot_of_row.shape[0], slots
 
@@ -147,18 +147,18 @@ def _strides(data: Tensor, scale: Tensor | None) -> Strides:
 
 
 def _source(rows: Tensor | None, codes: Codes) -> tuple[Tensor, Tensor | None, Strides]:
-    """(data, scales, strides): numbers or codes [M, K] as kernels read them, with the scales of codes."""
+    """Return (data, scales, strides) of plain rows or codes [M, K] as kernels read them."""
     data = flat_rows(rows if codes.data is None else codes.data)
     return data, codes.scale, _strides(data, codes.scale)
 
 
-def _last(x: Tensor | None) -> int:
-    """The row stride of a contiguous tensor."""
+def _row_stride(x: Tensor | None) -> int:
+    """Return the row stride of a contiguous tensor, or 0 for None."""
     return 0 if x is None else x.shape[-1]
 
 
 def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
-    """Make a row-wise result: plain numbers, numbers quantised on the way, or codes moved as they are."""
+    """Write a rowwise result: elements moved unchanged, elements quantized on the way, or codes moved unchanged."""
     tokens, rows, slots = _sizes(a.map)
     target = capabilities_of(a.x.device)
     x, x_scale, x_strides = _source(a.x, a.codes)
@@ -167,11 +167,18 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
     if y is None:
         y = o.result.y
     layout = _Layout(
-        tokens, rows, x.shape[1], slots, x_strides, _last(x_scale), _last(probs), _strides(y, y_scale)
+        tokens,
+        rows,
+        x.shape[1],
+        slots,
+        x_strides,
+        _row_stride(x_scale),
+        _row_stride(probs),
+        _strides(y, y_scale),
     )
-    made = a.result.format if a.codes.data is None else None
-    cast = 0 if made is None else cast_mode(target)
-    _permute_launch(layout, made, x.dtype, cast, target)(
+    target_format = a.result.format if a.codes.data is None else None
+    cast = 0 if target_format is None else cast_mode(target)
+    _permute_launch(layout, target_format, x.dtype, cast, target)(
         *permute_kernel.tensors(
             x_ptr=x,
             x_scale_ptr=x_scale,
@@ -187,7 +194,7 @@ def _permute_by_tokens(o: PermuteOutputs, a: PermuteArgs) -> None:
 
 
 def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
-    """Make the column-wise copy, and the row-wise one if it is wanted."""
+    """Write the columnwise copy, and the rowwise one if requested."""
     assert a.result.format is not None
     _, rows, slots = _sizes(a.map)
     f, target = Format.of(a.result.format), capabilities_of(a.x.device)
@@ -219,7 +226,7 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
             cols=cols,
             slots=slots,
             x_stride=x.stride(0),
-            probs_stride=_last(probs),
+            probs_stride=_row_stride(probs),
             copy=row,
             copy_t=col,
         ),
@@ -262,8 +269,8 @@ def launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -
             rows_stride=strides[0],
             scale_row_stride=strides[1],
             scale_col_stride=strides[2],
-            probs_stride=_last(probs),
-            dprobs_stride=_last(probs),
+            probs_stride=_row_stride(probs),
+            dprobs_stride=_row_stride(probs),
         ),
     )
 
@@ -305,7 +312,7 @@ def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
             rows_stride=strides[0],
             scale_row_stride=strides[1],
             scale_col_stride=strides[2],
-            probs_stride=_last(probs),
-            back_stride=_last(o.carried),
+            probs_stride=_row_stride(probs),
+            back_stride=_row_stride(o.carried),
         ),
     )

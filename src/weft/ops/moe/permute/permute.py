@@ -1,16 +1,16 @@
-"""Permute and unpermute: the rows of tokens to their experts and back, by the indices of a `RowMap`.
+"""Permute and unpermute: move the rows of tokens to their experts and back, by the indices of a `RowMap`.
 
     permute:    y[r] = x[token of slot_of_row[r]], 0 in pads          row_probs[r] = probs[slot_of_row[r]]
     unpermute:  y[t] = round(sum over j = 0, 1, ... of probs[t, j] * rows[row_of_slot[t, j]])
 
-Each is the gradient of the other. With probs, unpermute's gradient is
+Each is the backward of the other. With probs, the gradients of unpermute are
 
     drows[r] = round(probs[s] * dy[t])     dprobs[t, j] = round(sum over columns of dy[t] * rows[row_of_slot[t, j]])
 
-permute copies bits. unpermute adds up in fp32, with one fused multiply-add for each slot in the order of the slots, and
-rounds the sum once to the dtype of the result. drows is the fp32 product, rounded once. A quantised result has the
-bytes that `quantize` would give for the permuted rows, pads included. If x comes quantised, codes and scales are moved
-as they are, and pads get the code 0 with the scale 1.
+permute copies bits. unpermute sums in fp32, with one fused multiply-add per slot in the order of the slots, and rounds
+the sum once to the dtype of the result. drows is the fp32 product, rounded once. A quantized result has the bytes that
+`quantize` produces for the permuted rows, including pads. If x is quantized, codes and scales are moved unchanged, and
+pads get the code 0 with the scale 1.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from .reference import permute_reference, to_rows, to_slots, unpermute_backward_
 
 # ---- registration ---------------------------------------------------------------------------------------
 
-BLOCKS = ("1x128", "mx", "row")  # the formats' blocks that lie within one row
+BLOCKS = ("1x128", "mx", "row")  # blocks that lie within one row
 
 
 def _validate_codes(codes: Codes, rows: int, cols: int, *, moved: bool = False) -> None:
-    """Raise an error for codes that the kernels would misread. `moved`: they are moved, and not decoded."""
+    """Raise an error for codes that the kernels would misread. `moved`: they are moved, not decoded."""
     check_codes("the tensor", codes, rows, cols)
     if codes.data is not None and not _readable(Format.of(codes.format), moved=moved):
         raise ValueError(
-            f"rows in {codes.format} cannot be {'moved' if moved else 'added up'}: dequantize them"
+            f"rows in {codes.format} cannot be {'moved' if moved else 'summed'}: dequantize them"
         )
 
 
 def _readable(f: Format, *, moved: bool) -> bool:
-    """Return whether kernels move rows of a format as they are, or decode them: blocks lie within a row."""
+    """Return whether kernels can move (`moved`) or decode rows of a format: its blocks must lie within a row."""
     return f.block in BLOCKS and (moved or f.packed == 1)
 
 
@@ -96,7 +96,7 @@ class PermuteOp(
         _validate_codes(a.codes, a.x.numel() // cols if cols else 0, cols, moved=True)
         if a.codes.data is not None and a.result.format != a.codes.format:
             raise ValueError(
-                f"rows in {a.codes.format} are moved as they are: dequantize them for another result"
+                f"rows in {a.codes.format} are moved unchanged: dequantize them for another result"
             )
 
     def allocate(self, a: PermuteArgs) -> PermuteOutputs:
@@ -170,44 +170,44 @@ class UnpermuteOp(
         return UnpermuteBackwardArgs(LATER, rows, codes, a.probs, a.map, later(UnpermuteGradients))  # type: ignore[arg-type]
 
     def backward(self, b: Backward) -> Gradients:
-        kept: UnpermuteBackwardArgs = b.kept
+        saved: UnpermuteBackwardArgs = b.kept
         dy, dcarried = b.grads.y, b.grads.carried if b.needs.carried else None
         needs = UnpermuteGradients(b.needs.rows, b.needs.probs)
-        found: Gradients = {}
-        if dy is not None and kept.probs is not None and any(needs):
-            found = unpermute_backward_op(kept._replace(dy=dy, needs=needs))._asdict()
+        gradients: Gradients = {}
+        if dy is not None and saved.probs is not None and any(needs):
+            gradients = unpermute_backward_op(saved._replace(dy=dy, needs=needs))._asdict()
         elif dy is not None and needs.rows:
-            o = permute_op(PermuteArgs(dy, PLAIN, dcarried, kept.map, plain_result(dy.dtype)))
+            o = permute_op(PermuteArgs(dy, PLAIN, dcarried, saved.map, plain_result(dy.dtype)))
             return {"rows": o.result.y, "carried": o.row_probs}
         if dcarried is not None:
-            found["carried"] = to_rows(dcarried, kept.map)
-        return found
+            gradients["carried"] = to_rows(dcarried, saved.map)
+        return gradients
 
 
 unpermute_op = UnpermuteOp()
 
 
-def _rows_to_move(q: QTensor) -> Codes:
-    """Return the codes of rows that are moved as they are: decoded, they would be quantized a second time."""
+def _movable_codes(q: QTensor) -> Codes:
+    """Return the codes of rows to move unchanged: decoding them would lead to a second quantization."""
     codes = rowwise_codes(q) if _readable(q.format, moved=True) else None
     if codes is None:
         raise ValueError(
-            f"permute moves row-wise codes with blocks {', '.join(BLOCKS)}; got {q!r}: dequantize it"
+            f"permute moves rowwise codes with blocks {', '.join(BLOCKS)}; got {q!r}: dequantize it"
         )
     return codes
 
 
-def _rows_to_add(q: QTensor) -> Codes | None:
+def _decodable_codes(q: QTensor) -> Codes | None:
     return rowwise_codes(q) if _readable(q.format, moved=False) else None
 
 
-register_codes(permute_op, x=_rows_to_move)
+register_codes(permute_op, x=_movable_codes)
 
 
-register_codes(unpermute_op, rows=_rows_to_add)
+register_codes(unpermute_op, rows=_decodable_codes)
 
 
-register_codes(unpermute_backward_op, rows=_rows_to_add)
+register_codes(unpermute_backward_op, rows=_decodable_codes)
 
 
 # ---- public functions -----------------------------------------------------------------------------------
@@ -215,20 +215,20 @@ register_codes(unpermute_backward_op, rows=_rows_to_add)
 Rows = TypeVar("Rows", Tensor, QTensor)
 
 
-def _check(x: Tensor, rows: RowMap, what: str, leading: torch.Size) -> None:
-    check_input(what, x)
+def _check(x: Tensor, rows: RowMap, name: str, leading: torch.Size) -> None:
+    check_input(name, x)
     if x.shape[:-1] != leading:
         raise ValueError(
-            f"{what} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
+            f"{name} must be [{', '.join(map(str, leading))}, K] for these rows; got {tuple(x.shape)}"
         )
     if x.device != rows.slot_of_row.device:
-        raise ValueError(f"{what} is on {x.device}, the row map on {rows.slot_of_row.device}")
+        raise ValueError(f"{name} is on {x.device}, the row map on {rows.slot_of_row.device}")
 
 
 def _check_rows(rows: RowMap) -> None:
     if not isinstance(rows, RowMap):
         raise TypeError(
-            f"rows must be a weft.RowMap; got a {type(rows).__name__}. Make one of the experts' indices first: "
+            f"rows must be a weft.RowMap; got a {type(rows).__name__}. Make one from the experts' indices: "
             "weft.row_map(indices, experts)"
         )
 
@@ -242,11 +242,11 @@ def _check_probs(probs: Tensor | None, rows: RowMap) -> None:
     check_tensor("probs", probs, FLOATS, rows.slot_of_row.device, shape)
 
 
-def _take_apart(x: Tensor) -> tuple[Tensor, Codes]:
+def _split_codes(x: Tensor) -> tuple[Tensor, Codes]:
     plain, codes = take_apart(x)
     if codes.format is not None and Format.of(codes.format).block not in BLOCKS:
         raise ValueError(
-            f"a quantised tensor needs its row-wise copy with blocks {', '.join(BLOCKS)}; got {codes.format}"
+            f"a quantized tensor needs a rowwise copy with blocks {', '.join(BLOCKS)}; got {codes.format}"
         )
     return plain, codes
 
@@ -292,16 +292,16 @@ def permute(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The row of each token, once for each of its experts, in the order of the experts: `y[r] = x[token of row r]`.
+    """Copy each token's row once per expert of the token, sorted by expert: `y[r] = x[token of row r]`.
 
-    x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved as
-    they are. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K]; with `probs` also the probability of
-    each row, 0 in pads. From DTensors that are sharded along tokens it takes this rank's tokens; y is a plain tensor.
+    x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved
+    unchanged. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K], and with `probs` also the probability
+    of each row, 0 in pads. For DTensors sharded along tokens, y is a plain tensor of this rank's tokens.
 
-    - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which is kept.
+    - `probs`: [..., slots], or [..., experts] if the rows came from a mask; any float dtype, which is preserved.
     - `quantize`: a format with blocks 1x128, mx or row; y is then a `QTensor` with the bytes of `quantize(y)`.
-      `rowwise` and `columnwise` choose its copies. `columnwise` is for 1x128 and mx, and wants `align` to be a
-      multiple of the block's length, so that no group has rows of two experts.
+      `rowwise` and `columnwise` select its copies. `columnwise` is for 1x128 and mx, and needs an `align` that is a
+      multiple of the block's length, so that no block has rows of two experts.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
@@ -312,7 +312,7 @@ def permute(
     """
     _check_rows(rows)
     x, probs = local_rows("permute", x=x, probs=probs)
-    plain, codes = _take_apart(x)
+    plain, codes = _split_codes(x)
     _check(plain, rows, "x", rows.row_of_slot.shape[:-1])
     _check_probs(probs, rows)
     if codes.format is None:
@@ -323,7 +323,7 @@ def permute(
             raise ValueError("rowwise and columnwise go with quantize=…")
     elif quantize is not None:
         raise ValueError(
-            "x is quantised already: leave out quantize= to permute it as it is, or dequantise it first"
+            "x is already quantized: leave out quantize= to permute it unchanged, or dequantize it first"
         )
     else:
         options = ResultOptions(plain.dtype, codes.format, True, False, None, False)
@@ -333,14 +333,14 @@ def permute(
 
 
 def _check_format(f: Format, columnwise: bool, align: int) -> None:
-    """Raise an error if permute cannot quantise to this format."""
+    """Raise an error if permute cannot quantize to this format."""
     if f.block not in BLOCKS:
         raise ValueError(
-            f"permute quantises to blocks {', '.join(BLOCKS)}; got {f.block!r}: use weft.quantize on its result"
+            f"permute quantizes to blocks {', '.join(BLOCKS)}; got {f.block!r}: use weft.quantize on its result"
         )
     if columnwise and align % f.group:
         raise ValueError(
-            f"a column-wise copy has groups of {f.group} rows, and with align={align} some would have rows of two "
+            f"a columnwise copy has blocks of {f.group} rows, and with align={align} some would have rows of two "
             f"experts: make the row map with align={f.group}"
         )
 
@@ -358,11 +358,11 @@ def unpermute(
 def unpermute(
     y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The rows of each token's experts, added up: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
+    """Sum the rows of each token's experts: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
 
     y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` all are 1. The sum
-    is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run.
-    Returns x [..., K]; with `carried` [rows] also what it holds for each slot, in the shape of probs.
+    is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run. Returns x [..., K], and
+    with `carried` [rows] also its value for each slot, in the shape of probs.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
@@ -373,9 +373,9 @@ def unpermute(
     """
     _check_rows(rows)
     (probs,) = local_rows("unpermute", probs=probs)
-    plain, codes = _take_apart(y)
+    plain, codes = _split_codes(y)
     if codes.format is not None and Format.of(codes.format).packed == 2:
-        raise ValueError(f"unpermute adds up rows of 8-bit codes; dequantise {codes.format} first")
+        raise ValueError(f"unpermute sums rows of 8-bit codes; dequantize {codes.format} first")
     _check(plain, rows, "y", rows.slot_of_row.shape)
     _check_probs(probs, rows)
     if carried is not None:

@@ -1,1 +1,1 @@
-"""Which experts a token goes to, and with what weights."""
+"""Top-k routing of tokens to experts, with weights."""

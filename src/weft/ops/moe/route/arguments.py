@@ -1,4 +1,4 @@
-"""The arguments and outputs of routing and its backward."""
+"""Arguments and outputs of routing and its backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCORES = get_args(Score)
 
 
 class Weighing(NamedTuple):
-    """How the weights of the chosen experts come from the logits."""
+    """Options that turn logits into the weights of the chosen experts."""
 
     score: str
     post_softmax: bool
@@ -22,12 +22,12 @@ class Weighing(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which groups of experts a token chooses from."""
+    """Options for restricting a token to its best groups of experts."""
 
     number: int
-    topk: int  # how many groups are chosen from
-    best: int  # how many of a group's best experts make up its score
-    masked_is_zero: bool  # experts of the other groups count as 0, not as minus infinity
+    topk: int  # groups that a token may choose from
+    best: int  # number of best experts whose sum is the group's score
+    masked_is_zero: bool  # experts of other groups count as 0, not as minus infinity
 
 
 class RouteArgs(NamedTuple):
@@ -38,8 +38,8 @@ class RouteArgs(NamedTuple):
     groups: Groups
     weight_dtype: torch.dtype
     index_dtype: torch.dtype
-    scores: bool  # those of all experts are wanted
-    balance: bool  # score_sums and score_counts are wanted
+    scores: bool  # return the scores of all experts
+    balance: bool  # return score_sums and score_counts
     z: bool
 
 
@@ -50,7 +50,7 @@ class RouteOutputs(NamedTuple):
     scores: Tensor | None  # fp32 [..., E]
     score_sums: Tensor | None  # fp32 [E]
     score_counts: Tensor | None  # int32 [E]
-    z: Tensor | None  # fp32, the sum over tokens of l^2
+    z: Tensor | None  # fp32, sum over tokens of l^2
 
 
 class RouteBackwardArgs(NamedTuple):

@@ -1,4 +1,4 @@
-"""The kernels of routing; see `route` for what they compute."""
+"""Kernels of routing; `route` documents the formulas."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(
 
 
 @triton.jit
-def _places(experts, group_size, GROUPS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
-    """(place, expert, exists), [GROUPS * TILE] each: where every expert is in a tile in which each group begins at a
-    multiple of TILE."""
+def _expert_positions(experts, group_size, GROUPS: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
+    """Return (position, expert, exists), [GROUPS * TILE] each: the layout of the experts in a tile in which each group
+    begins at a multiple of TILE."""
     group_size = (group_size // ALIGN) * ALIGN
-    place = tl.arange(0, GROUPS * TILE)
+    position = tl.arange(0, GROUPS * TILE)
     if GROUPS == 1:
-        expert = place
+        expert = position
         exists = expert < group_size
     else:
-        # The compiler cannot see that the quotient and the remainder of neighbouring places make neighbouring experts.
-        within = tl.max_contiguous(tl.multiple_of(place % TILE, ALIGN), ALIGN)
-        expert = tl.max_contiguous(tl.multiple_of((place // TILE) * group_size + within, ALIGN), ALIGN)
+        # The compiler cannot see that consecutive positions within a group are consecutive experts.
+        within = tl.max_contiguous(tl.multiple_of(position % TILE, ALIGN), ALIGN)
+        expert = tl.max_contiguous(tl.multiple_of((position // TILE) * group_size + within, ALIGN), ALIGN)
         exists = (within < group_size) & (expert < (experts // ALIGN) * ALIGN)
-    return place, expert, exists
+    return position, expert, exists
 
 
 @triton.jit
 def _score_of(x, SCORE: tl.constexpr):
-    """Scores of logits [R, C]."""
+    """Return the scores of logits [R, C]."""
     if SCORE == SOFTMAX:
         s, _ = softmax(x)
     elif SCORE == SIGMOID:
@@ -42,20 +42,20 @@ def _score_of(x, SCORE: tl.constexpr):
 def _in_best_groups(
     key, groups, group_topk, group_best, ROWS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Whether an expert belongs to one of the group_topk best groups; key [ROWS, GROUPS * TILE]."""
-    rest = tl.reshape(key, (ROWS, GROUPS, TILE))
+    """Return whether each expert belongs to one of the group_topk best groups; key [ROWS, GROUPS * TILE]."""
+    remaining = tl.reshape(key, (ROWS, GROUPS, TILE))
     within = tl.arange(0, TILE)[None, None, :] + tl.zeros((ROWS, GROUPS, TILE), tl.int32)
-    worth = tl.zeros((ROWS, GROUPS), tl.float32)
+    group_score = tl.zeros((ROWS, GROUPS), tl.float32)
     for _ in range(group_best):
-        best, at = best_of(rest, within, 2)
-        worth += number_of(best)
-        rest = tl.where(within == at[:, :, None], TAKEN, rest)
+        best, best_at = best_of(remaining, within, 2)
+        group_score += number_of(best)
+        remaining = tl.where(within == best_at[:, :, None], TAKEN, remaining)
     group = tl.arange(0, GROUPS)[None, :] + tl.zeros((ROWS, GROUPS), tl.int32)
-    left = tl.where(group < groups, key_of(worth), NOTHING)
+    remaining_groups = tl.where(group < groups, key_of(group_score), NOTHING)
     for _ in range(group_topk):
-        _, at = best_of(left, group, 1)
-        left = tl.where(group == at[:, None], TAKEN, left)
-    allowed = (left == TAKEN)[:, :, None] & (within >= 0)
+        _, best_at = best_of(remaining_groups, group, 1)
+        remaining_groups = tl.where(group == best_at[:, None], TAKEN, remaining_groups)
+    allowed = (remaining_groups == TAKEN)[:, :, None] & (within >= 0)
     return tl.reshape(allowed, (ROWS, GROUPS * TILE))
 
 
@@ -78,7 +78,7 @@ def route_kernel(
     group_size,
     group_topk,
     group_best,
-    program_rows,  # rows of a program, a multiple of ROWS
+    program_rows,  # rows per program, a multiple of ROWS
     eps: float,
     scale: float,
     SCORE: tl.constexpr,
@@ -91,8 +91,8 @@ def route_kernel(
     K: tl.constexpr,  # k, rounded up to a power of two
     ALIGN: tl.constexpr,  # group_size and stride are multiples of it
 ):
-    """A run of rows, ROWS at a time: k rounds of choosing the best that is left."""
-    place, expert, exists = _places(experts, group_size, GROUPS, TILE, ALIGN)  # [GROUPS * TILE]
+    """Route consecutive rows, ROWS at a time, in k rounds that each choose the best remaining expert."""
+    position, expert, exists = _expert_positions(experts, group_size, GROUPS, TILE, ALIGN)  # [GROUPS * TILE]
     program = tl.program_id(0).to(tl.int64)
     first = program * program_rows
     last = tl.minimum(first + program_rows, rows)
@@ -101,10 +101,10 @@ def route_kernel(
     score_counts = tl.zeros((GROUPS * TILE,), tl.int32)
     score_sums = tl.zeros((GROUPS * TILE,), tl.float32)
     z_sum = tl.zeros((ROWS,), tl.float32)
-    for begin in range(first, last, ROWS):
-        row = begin + tl.arange(0, ROWS)  # [ROWS]
-        there = row < last
-        mask = there[:, None] & exists[None, :]
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)  # [ROWS]
+        row_mask = row < last
+        mask = row_mask[:, None] & exists[None, :]
         off = tl.multiple_of(row * stride, ALIGN)
         x = tl.load(logits_ptr + off[:, None] + expert[None, :], mask=mask, other=-float("inf")).to(
             tl.float32
@@ -113,7 +113,7 @@ def route_kernel(
         if scores_ptr is not None:
             scores_off = tl.multiple_of(row * ((experts // ALIGN) * ALIGN), ALIGN)
             tl.store(scores_ptr + scores_off[:, None] + expert[None, :], s, mask=mask)
-        value = x if POST else s  # what the weights are made of
+        value = x if POST else s  # the weights are computed from it
         choice = value
         if bias_ptr is not None:
             choice += tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
@@ -124,14 +124,14 @@ def route_kernel(
         weights = tl.full((ROWS, K), -float("inf") if POST else 0.0, tl.float32)
         indices = tl.zeros((ROWS, K), tl.int32)
         for j in range(k):
-            _, at = best_of(key, place[None, :], 1)  # [ROWS]
-            hit = place[None, :] == at[:, None]
+            _, best_at = best_of(key, position[None, :], 1)  # [ROWS]
+            hit = position[None, :] == best_at[:, None]
             weight = tl.sum(tl.where(hit, value, 0.0), axis=1)
             weights = tl.where(slot == j, weight[:, None], weights)
-            index = ((at // TILE) * group_size + at % TILE).to(tl.int32)
+            index = ((best_at // TILE) * group_size + best_at % TILE).to(tl.int32)
             indices = tl.where(slot == j, index[:, None], indices)
             key = tl.where(hit, TAKEN, key)
-        chosen = there[:, None] & (key == TAKEN)
+        chosen = row_mask[:, None] & (key == TAKEN)
         counts += tl.sum(chosen.to(tl.int32), axis=0)
         if POST:
             weights, _ = softmax(weights)
@@ -139,7 +139,7 @@ def route_kernel(
             weights = weights / (tl.sum(weights, axis=1) + eps)[:, None]
         weights = weights * scale
         out_off = (row * k)[:, None] + slot
-        out_mask = there[:, None] & (slot < k)
+        out_mask = row_mask[:, None] & (slot < k)
         tl.store(weights_ptr + out_off, weights.to(weights_ptr.dtype.element_ty), mask=out_mask)
         tl.store(indices_ptr + out_off, indices.to(indices_ptr.dtype.element_ty), mask=out_mask)
 
@@ -152,13 +152,13 @@ def route_kernel(
             if bias_ptr is not None or GROUPS > 1:
                 key = tl.where(exists[None, :], key_of(value), NOTHING)
                 for _ in range(k):
-                    _, at = best_of(key, place[None, :], 1)
-                    key = tl.where(place[None, :] == at[:, None], TAKEN, key)
-                chosen = there[:, None] & (key == TAKEN)
+                    _, best_at = best_of(key, position[None, :], 1)
+                    key = tl.where(position[None, :] == best_at[:, None], TAKEN, key)
+                chosen = row_mask[:, None] & (key == TAKEN)
             score_counts += tl.sum(chosen.to(tl.int32), axis=0)
         if z_ptr is not None:
             _, lse = softmax(x)
-            z_sum += tl.where(there, lse * lse, 0.0)
+            z_sum += tl.where(row_mask, lse * lse, 0.0)
     total_off = program * experts + expert
     tl.store(counts_ptr + total_off, counts, mask=exists)
     if score_sums_ptr is not None:
@@ -183,15 +183,15 @@ def route_totals_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The sums over programs, ROWS at a time, in order."""
+    """Sum over programs, ROWS at a time, in order."""
     expert = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     exists = expert < experts
     counts = tl.zeros((TILE,), tl.int32)
     score_counts = tl.zeros((TILE,), tl.int32)
     score_sums = tl.zeros((TILE,), tl.float32)
     z_sum = tl.zeros((ROWS,), tl.float32)
-    for begin in range(0, programs, ROWS):
-        program = begin + tl.arange(0, ROWS)  # [ROWS]
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)  # [ROWS]
         mask = (program < programs)[:, None] & exists[None, :]
         off = (program.to(tl.int64) * experts)[:, None] + expert[None, :]
         counts += tl.sum(tl.load(counts_ptr + off, mask=mask, other=0), axis=0)
@@ -209,8 +209,8 @@ def route_totals_kernel(
 
 
 @triton.jit
-def _through_sum(ds, s, chosen, eps):
-    """The gradient of s, given the gradient ds of s / (sum of the chosen s + eps)."""
+def _normalization_gradient(ds, s, chosen, eps):
+    """Return the gradient of s, given the gradient ds of s / (sum of the chosen s + eps)."""
     total = tl.sum(tl.where(chosen != 0, s, 0.0), axis=1)[:, None] + eps
     return tl.where(chosen != 0, (ds - tl.sum(ds * s, axis=1)[:, None] / total) / total, 0.0)
 
@@ -239,21 +239,23 @@ def route_backward_kernel(
     TILE: tl.constexpr,  # the number of experts, rounded up to a power of two
     ALIGN: tl.constexpr,  # experts, stride and dscores_stride are multiples of it
 ):
-    """dlogits of ROWS rows. Scores are computed again from the logits, and the choice is read from the indices."""
-    _, expert, exists = _places(experts, experts, 1, TILE, ALIGN)  # [TILE]
+    """Compute dlogits of ROWS rows. Scores are recomputed from the logits; the choice is read from the indices."""
+    _, expert, exists = _expert_positions(experts, experts, 1, TILE, ALIGN)  # [TILE]
     experts = (experts // ALIGN) * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    there = row < rows
-    mask = there[:, None] & exists[None, :]
+    row_mask = row < rows
+    mask = row_mask[:, None] & exists[None, :]
     off = tl.multiple_of(row * stride, ALIGN)
     x = tl.load(logits_ptr + off[:, None] + expert[None, :], mask=mask, other=-float("inf")).to(tl.float32)
     ds = tl.zeros((ROWS, TILE), tl.float32)
     chosen = tl.zeros((ROWS, TILE), tl.int32)
     if dweights_ptr is not None:
         for j in range(k):
-            at = tl.load(indices_ptr + row * k + j, mask=there, other=0).to(tl.int32)  # [ROWS]
-            gradient = tl.load(dweights_ptr + row * dweights_stride + j, mask=there, other=0.0).to(tl.float32)
-            hit = expert[None, :] == at[:, None]
+            index = tl.load(indices_ptr + row * k + j, mask=row_mask, other=0).to(tl.int32)  # [ROWS]
+            gradient = tl.load(dweights_ptr + row * dweights_stride + j, mask=row_mask, other=0.0).to(
+                tl.float32
+            )
+            hit = expert[None, :] == index[:, None]
             ds = tl.where(hit, gradient[:, None] * scale, ds)
             chosen = tl.where(hit, 1, chosen)
 
@@ -266,7 +268,7 @@ def route_backward_kernel(
         score_grad = tl.load(dscores_ptr + scores_off[:, None] + expert[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
-    # Whether scores of all experts have a gradient, and not those of the chosen ones alone.
+    # True if the scores of all experts have a gradient, not only those of the chosen ones.
     ALL: tl.constexpr = dscores_ptr is not None or dscore_sums_ptr is not None
     dx = tl.zeros((ROWS, TILE), tl.float32)
     if SCORE == SOFTMAX:
@@ -277,7 +279,7 @@ def route_backward_kernel(
         if not POST or ALL or dz_ptr is not None:
             s, lse = softmax(x)
             if RENORMALIZE and not POST:
-                ds = _through_sum(ds, s, chosen, eps)
+                ds = _normalization_gradient(ds, s, chosen, eps)
             if dscore_sums_ptr is not None:
                 ds += share_grad
             if dscores_ptr is not None:
@@ -289,7 +291,7 @@ def route_backward_kernel(
     else:
         s = _score_of(x, SCORE)
         if RENORMALIZE:
-            ds = _through_sum(ds, s, chosen, eps)
+            ds = _normalization_gradient(ds, s, chosen, eps)
         if dscore_sums_ptr is not None:
             total = tl.sum(s, axis=1)[:, None] + 1e-20
             ds += (share_grad - tl.sum(share_grad * s, axis=1)[:, None] / total) / total

@@ -1,4 +1,4 @@
-"""The launches of routing and its backward."""
+"""Launches of routing and its backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .kernels import route_backward_kernel, route_kernel, route_totals_kernel
 
 
 class RouteConfig(NamedTuple):
-    """How rows are cut: `rows` of them at a time, in `groups` tiles of `tile` experts."""
+    """Tiling of rows: `rows` at a time, in `groups` tiles of `tile` experts."""
 
     rows: int
     groups: int
@@ -25,19 +25,19 @@ class RouteConfig(NamedTuple):
 
 @choice("route", rows=(1, 1024), num_warps=(1, 16))
 def route_config(kernel: str, groups: int, group_size: int, target: Capabilities) -> RouteConfig:
-    """For a kernel: "forward" or "backward"."""
+    """Return the tiling of the kernel "forward" or "backward"."""
     group_tiles = 1 << max(groups - 1, 0).bit_length()
     tile = max(1 << max(group_size - 1, 0).bit_length(), 64 // group_tiles, 1)
     width = group_tiles * tile
     if target.is_cpu:
-        return RouteConfig(max(1, CPU_NUMBERS // width), group_tiles, tile, 4)
-    # One warp has a few rows, so that the k rounds reduce by shuffles alone. Long rows take more warps.
+        return RouteConfig(max(1, CPU_ELEMENTS // width), group_tiles, tile, 4)
+    # A warp has a few whole rows, so the k rounds reduce by shuffles alone. Long rows take more warps.
     lanes = target.warp_size
     num_warps = min(16, max(1, width // (16 * lanes)))
     return RouteConfig(max(1, 16 * lanes * num_warps // width), group_tiles, tile, num_warps)
 
 
-CPU_NUMBERS = 1024
+CPU_ELEMENTS = 1024
 
 
 @choice("route.totals", rows=(1, 128), tile=(16, 1024), num_warps=(1, 16))
@@ -109,8 +109,7 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
     rows, experts = logits.shape
     stride, group_size = logits.stride(0), experts // groups.number
     config = route_config("forward", groups.number, group_size, target)
-    # Few programs, since each leaves a row of counts; yet enough warps to hide the latency of the k rounds, each of
-    # which waits for the one before.
+    # Few programs, since each writes a row of counts, yet enough warps to hide the latency of the k dependent rounds.
     programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
     program_rows = -(-rows // programs)
     program_rows = -(-program_rows // config.rows) * config.rows
@@ -150,8 +149,8 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
         ),
     )
     if programs > 1:
-        piece, tile, num_warps = totals_config(experts, target)
-        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=piece, TILE=tile)
+        block, tile, num_warps = totals_config(experts, target)
+        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=block, TILE=tile)
         launch(
             (-(-experts // tile), 1, 1),
             *route_totals_kernel.arguments(

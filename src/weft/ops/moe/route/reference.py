@@ -1,4 +1,4 @@
-"""Routing in plain PyTorch: the definition of right."""
+"""Reference of routing in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ...common.rows import compute_dtype, count_rows
 from .arguments import RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
 
-TINY = 1e-20  # added to the sum that the balance loss divides by
+TINY = 1e-20  # added to the divisor in the balance loss
 
 
 def _scores(x: Tensor, score: str) -> Tensor:
@@ -20,7 +20,7 @@ def _scores(x: Tensor, score: str) -> Tensor:
 
 
 def _best(choice: Tensor, k: int) -> Tensor:
-    """Indices of the k largest along the last dimension, the lowest first among equals."""
+    """Return the indices of the k largest along the last dimension, the lowest first among equals."""
     return torch.sort(choice, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -31,7 +31,7 @@ def _count(indices: Tensor, experts: int) -> Tensor:
 
 
 def _shares(s: Tensor, score: str) -> Tensor:
-    """P in the balance loss."""
+    """Return P of the balance loss."""
     return s if score == "softmax" else s / (s.sum(-1, keepdim=True) + TINY)
 
 
@@ -40,7 +40,7 @@ def _chosen_scores(x: Tensor, s: Tensor, chosen: Tensor, how: Weighing) -> Tenso
 
 
 def route_backward_reference(a: RouteBackwardArgs) -> RouteGradients:
-    """The definition; a gradient that is None counts as zero."""
+    """Define the gradient; an upstream gradient of None counts as zero."""
     logits, how = a.logits, a.weighing
     experts, rows = logits.shape[-1], count_rows(logits)
     x = logits.reshape(rows, experts).to(compute_dtype(logits))
@@ -79,7 +79,7 @@ def route_backward_reference(a: RouteBackwardArgs) -> RouteGradients:
 
 
 def route_reference(a: RouteArgs) -> RouteOutputs:
-    """The definition."""
+    """Define the outputs of the op."""
     logits, k, how, groups = a.logits, a.k, a.weighing, a.groups
     experts, rows = logits.shape[-1], count_rows(logits)
     x = logits.reshape(rows, experts).to(compute_dtype(logits))
@@ -90,11 +90,11 @@ def route_reference(a: RouteArgs) -> RouteOutputs:
     if groups.number > 1:
         by_group = choice.view(rows, groups.number, experts // groups.number)
         best = by_group.sort(dim=-1, descending=True).values[..., : groups.best]
-        worth = best[..., 0]
+        group_score = best[..., 0]
         for i in range(1, groups.best):
-            worth = worth + best[..., i]
+            group_score = group_score + best[..., i]
         allowed = torch.zeros(rows, groups.number, dtype=torch.bool, device=x.device)
-        allowed.scatter_(1, _best(worth, groups.topk), True)
+        allowed.scatter_(1, _best(group_score, groups.topk), True)
         by_group = by_group.masked_fill(~allowed[..., None], 0.0 if groups.masked_is_zero else -torch.inf)
         choice = by_group.view(rows, experts)
     indices = _best(choice, k)

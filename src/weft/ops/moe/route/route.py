@@ -1,24 +1,24 @@
-"""Top-k routing: which experts a token goes to, with what weights, and the losses that keep the router in balance.
+"""Top-k routing of tokens to experts, with weights and the losses that balance the router.
 
     s = softmax(x), sigmoid(x) or sqrt(softplus(x))       scores of all experts, fp32
-    c = s + bias                                          the choice goes by it; c = x with a softmax after the choice
+    c = s + bias                                          decides the choice; c = x with a softmax after the choice
     only the best groups of experts take part             the others' c is minus infinity (or 0, with SGLang)
     i_1 ... i_k = the k largest c                         the lowest index among equals, NaN above infinity
-    w = s[i]                                              never c: the bias does not reach the weights
+    w = s[i]                                              never c: the bias does not affect the weights
         softmax(x[i]) over the chosen                     with a softmax after the choice
-    w = w / (sum(w) + eps)                                if renormalised
+    w = w / (sum(w) + eps)                                if renormalized
     weights = round(scale * w)
 
-A group's score is the sum of its m largest c, added from the largest on. Libraries and models differ in m, in eps, in
-the mask and in the order of softmax and choice: `CONVENTIONS` has them by name. With G = scale * dweights on the chosen
-experts and 0 elsewhere, and D = sum(w) + eps:
+A group's score is the sum of its m largest c, added in descending order. Libraries and models differ in m, in eps, in
+the mask and in the order of softmax and choice: `CONVENTIONS` lists them by name. With G = scale * dweights on the
+chosen experts and 0 elsewhere, and D = sum(w) + eps:
 
-    ds = (G - sum(G * s) / D) / D      on the chosen, if renormalised; else ds = G
+    ds = (G - sum(G * s) / D) / D      on the chosen, if renormalized; else ds = G
     dx = s * (ds - sum(s * ds))        softmax of all; over the chosen alone with a softmax after the choice
     dx = ds * s * (1 - s)              sigmoid
     dx = ds * sigmoid(x) / (2 * s)     sqrt(softplus)
 
-A gradient of the scores themselves, where they are returned, is added to ds.
+If the scores are returned, their gradient is added to ds.
 
 In the balance loss P = s / (sum(s) + 1e-20) over all experts (P = s for softmax), and n_e counts how often a plain
 top-k of s, without bias or groups, chooses expert e. In the z loss l = log(sum(exp(x))):
@@ -26,8 +26,8 @@ top-k of s, without bias or groups, chooses expert e. In the z loss l = log(sum(
     balance = coefficient * E / (k * T^2) * sum_e n_e * sum_t P_te        n is a constant to the gradient
     z = coefficient * mean(l^2)
 
-All arithmetic is fp32, and each result is rounded once. Each program leaves partial sums over its tokens, which are
-added up in order: every run gives the same bits.
+All arithmetic is fp32, and each result is rounded once. Each program writes partial sums over its tokens, which are
+added in order: every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ from .reference import route_backward_reference, route_reference
 
 @dataclass(frozen=True)
 class Convention:
-    """How a library or a model routes, in what they do differently. It has no numbers: k, groups and the scale belong
-    to the configuration of each model.
+    """Defaults of a library or model for `route`, without the values of a model's configuration (k, groups, scale).
 
-    - `score`: the function that makes scores of logits, unless the argument says another.
+    - `score`: the function from logits to scores, unless the argument overrides it.
     - `post_softmax`: the softmax is taken after the choice, over the chosen logits alone.
-    - `group_score`: how the score of a group is made. "share": the sum of its k // group_topk best experts; "top2": of
-      its two best; "top2 or max": of its two best with a bias, else its best alone. None: there are no groups.
-    - `renormalize`: None for scores that are not a softmax, if k > 1; otherwise the default of the argument.
-    - `eps`: added to the sum that renormalising divides by.
-    - `masked_is_zero`: experts of other groups count as 0 where there is no bias, instead of minus infinity.
+    - `group_score`: the score of a group. "share": the sum of its k // group_topk best experts; "top2": of its two
+      best; "top2 or max": of its two best with a bias, else its best alone. None: there are no groups.
+    - `renormalize`: None to renormalize scores that are not a softmax if k > 1; otherwise the default of the argument.
+    - `eps`: added to the sum that renormalization divides by.
+    - `masked_is_zero`: without a bias, experts of other groups count as 0 instead of minus infinity.
     - `biased_softmax`: a bias is accepted with softmax.
     - `keeps_dtype`: weights have the dtype of the logits instead of fp32.
-    - `scales_alone`: the scale also applies without renormalising.
+    - `scales_alone`: the scale also applies without renormalization.
     """
 
     score: Score = "softmax"
@@ -85,15 +84,15 @@ class Convention:
 
 
 CONVENTIONS: dict[str, Convention] = {
-    # Also TransformerEngine's, which recovers the score as (s + bias) - bias where this one keeps it.
+    # TransformerEngine is equal but for recovering the score as (s + bias) - bias; here it is kept.
     "megatron": Convention(
         post_softmax=True, group_score="share", renormalize=None, biased_softmax=False, keeps_dtype=True
     ),
     "torchtitan": Convention(),
     "vllm": Convention(group_score="top2 or max", eps=0.0),
     "sglang": Convention(group_score="top2 or max", masked_is_zero=True, scales_alone=False),
-    # Models as HuggingFace transformers computes them. Qwen3 renormalises, since all its checkpoints set
-    # norm_topk_prob. The bias of gpt-oss belongs to the router's linear layer and not to the choice.
+    # Models as in HuggingFace transformers. Qwen3 renormalizes, since all its checkpoints set norm_topk_prob. The bias
+    # of gpt-oss belongs to the router's linear layer, not to the choice.
     "qwen3": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False, keeps_dtype=True),
     "mixtral": Convention(group_score=None, renormalize=True, eps=0.0, biased_softmax=False),
     "gpt_oss": Convention(post_softmax=True, group_score=None, biased_softmax=False, keeps_dtype=True),
@@ -102,14 +101,14 @@ CONVENTIONS: dict[str, Convention] = {
 
 
 class Routing(NamedTuple):
-    """What `route` returns.
+    """Result of `route`.
 
     - `weights` [..., k] and `indices` [..., k], the best expert first.
-    - `counts` [E], int32: how many tokens go to each expert.
-    - `balance_loss`, `z_loss`: scalars, if asked for.
-    - `scores` [..., E], fp32: s of all experts, as it is before bias, choice, renormalising and scale, if asked for.
+    - `counts` [E], int32: the number of tokens for each expert.
+    - `balance_loss`, `z_loss`: scalars, if requested.
+    - `scores` [..., E], fp32: s of all experts, before bias, choice, renormalization and scale, if requested.
     - `score_sums` [E] and `score_counts` [E], int32: the sum over tokens of P, and n, in the balance loss. For a loss
-      over several ranks, add up score_counts over the ranks and multiply the sum by score_sums, which has the gradient.
+      over several ranks, sum score_counts over the ranks and multiply by score_sums, which has the gradient.
     """
 
     weights: Tensor
@@ -193,9 +192,9 @@ class RouteOp(
         return RouteBackwardArgs(a.logits, o.indices, None, None, None, None, a.weighing)
 
     def backward(self, b: Backward) -> Gradients:
-        kept: RouteBackwardArgs = b.kept
+        saved: RouteBackwardArgs = b.kept
         grads: RouteOutputs = b.grads
-        args = kept._replace(
+        args = saved._replace(
             dweights=grads.weights, dscores=grads.scores, dscore_sums=grads.score_sums, dz=grads.z
         )
         return {"logits": route_backward_op(args).logits}
@@ -231,26 +230,26 @@ def route(
 ) -> Routing:
     """Choose k of E experts for each token, and weigh them. logits: [..., E] in fp32, bf16 or fp16, of any strides.
 
-    `convention` decides what libraries and models do differently: "megatron" (Megatron-LM and TransformerEngine),
-    "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as HuggingFace transformers
-    computes them. `CONVENTIONS` has what each does; arguments that are None take their default from it. A convention
-    does not include the numbers of a model's configuration: DeepSeek-V3 itself needs k=8, groups=8, group_topk=4,
-    scale=2.5 and its bias as well.
+    `convention` selects the variant of a library or model: "megatron" (Megatron-LM and TransformerEngine),
+    "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as in HuggingFace transformers.
+    `CONVENTIONS` lists what each does; arguments that are None take their default from it. A convention does not
+    include the values of a model's configuration: DeepSeek-V3 itself also needs k=8, groups=8, group_topk=4, scale=2.5
+    and its bias.
 
     - `score`: "softmax", "sigmoid" or "sqrtsoftplus"; by default sigmoid for "deepseek_v3" and softmax for the others.
       `post_softmax`: softmax over the chosen logits, not over all.
-    - `bias` [E]: added to the scores that are chosen by, never to the weights; it has no gradient.
-    - `groups`, `group_topk`: experts come in that many groups of neighbours, and only those of the group_topk best
-      groups are chosen from. `group_score`: how a group is scored, "share", "top2" or "max".
+    - `bias` [E]: added to the scores for the choice, never to the weights; it has no gradient.
+    - `groups`, `group_topk`: split the experts into that many contiguous groups and choose only from the group_topk
+      best groups. `group_score`: how a group is scored, "share", "top2" or "max".
     - `renormalize`: divide a token's weights by their sum. `scale`: multiply them by it, as the last step.
     - `balance_coefficient`, `z_coefficient`: compute the load-balance loss and the z loss of these tokens, times the
-      coefficient. Add them to the model's loss. Of a DTensor they are those of all ranks' tokens; for the load-balance
-      loss the counts of the experts are added up over the ranks, an all-reduce of E numbers.
-    - `return_scores`: also return the scores of all experts, in fp32 and with a gradient, for losses of one's own.
+      coefficient. Add them to the model's loss. For a DTensor they cover the tokens of all ranks; the load-balance loss
+      then needs an all-reduce of the experts' counts, E elements.
+    - `return_scores`: also return the scores of all experts, in fp32 and with a gradient, for custom losses.
     - `out_dtype`: the dtype of the weights; `index_dtype`: int32 or int64.
 
-    Equal scores: the lowest index wins. Every row has k different indices, also if its logits are all equal, minus
-    infinity or NaN. A token's result depends on that token alone.
+    Among equal scores, the lowest index wins. Every row has k different indices, even if all its logits are equal,
+    minus infinity or NaN. A token's result depends on that token alone.
 
     >>> import torch, weft
     >>> logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
@@ -263,9 +262,7 @@ def route(
     rule = CONVENTIONS.get(convention) if isinstance(convention, str) else None
     if rule is None:
         note = (
-            ". Its models route differently: take the one that is closest"
-            if convention == "transformers"
-            else ""
+            ". Its models route differently: choose the closest one" if convention == "transformers" else ""
         )
         raise ValueError(f"convention must be one of {', '.join(CONVENTIONS)}; got {convention!r}{note}")
     if score is None:
@@ -284,7 +281,7 @@ def route(
         if score == "softmax" and (post or not rule.biased_softmax):
             raise ValueError(
                 f"a bias of the choice goes with sigmoid and sqrtsoftplus scores: {convention!r} has none for softmax, "
-                "and a softmax after the choice has no scores to add it to. Take convention='torchtitan' or 'vllm'; "
+                "and a softmax after the choice has no scores to add it to. Use convention='torchtitan' or 'vllm'; "
                 "the bias of a router's linear layer goes to weft.router_linear"
             )
         bias = bias.detach()
@@ -293,14 +290,14 @@ def route(
         if group_topk not in (None, 1):
             raise ValueError(f"group_topk={group_topk} needs groups")
     else:
-        worth = group_score or rule.group_score
-        if worth is None:
+        scoring = group_score or rule.group_score
+        if scoring is None:
             raise ValueError(
-                f"{convention!r} does not say how to score a group: give group_score='share', 'top2' or 'max'"
+                f"{convention!r} does not define the score of a group: pass group_score='share', 'top2' or 'max'"
             )
-        if worth == "top2 or max":
-            worth = "max" if bias is None else "top2"
-        grouped = _checked_groups(experts, k, groups, group_topk, worth)
+        if scoring == "top2 or max":
+            scoring = "max" if bias is None else "top2"
+        grouped = _check_groups(experts, k, groups, group_topk, scoring)
         if rule.masked_is_zero and bias is None:
             grouped = grouped._replace(masked_is_zero=True)
     if index_dtype not in (torch.int32, torch.int64):
@@ -341,19 +338,19 @@ def route(
 _ONE_GROUP = Groups(1, 1, 1, False)
 
 
-def _checked_groups(experts: int, k: int, groups: int, group_topk: int | None, worth: str) -> Groups:
+def _check_groups(experts: int, k: int, groups: int, group_topk: int | None, group_score: str) -> Groups:
     if whole("groups", groups) < 1 or experts % groups:
         raise ValueError(f"groups must divide the number of experts, {experts}; got {groups}")
     if group_topk is None or not 1 <= whole("group_topk", group_topk) <= groups:
         raise ValueError(f"group_topk must be from 1 to the number of groups, {groups}; got {group_topk}")
-    if worth not in ("share", "top2", "max"):
-        raise ValueError(f"group_score must be 'share', 'top2' or 'max'; got {worth!r}")
-    best = {"share": k // group_topk, "top2": 2, "max": 1}[worth]
+    if group_score not in ("share", "top2", "max"):
+        raise ValueError(f"group_score must be 'share', 'top2' or 'max'; got {group_score!r}")
+    best = {"share": k // group_topk, "top2": 2, "max": 1}[group_score]
     size = experts // groups
     if not 1 <= best <= size:
         raise ValueError(
             f"a group's score would be the sum of its {best} best experts, but a group has {size}: "
-            "group_topk must not be above k, nor k / group_topk above the number of experts in a group"
+            "group_topk must not exceed k, and k / group_topk must not exceed the number of experts in a group"
         )
     if k > group_topk * size:
         raise ValueError(

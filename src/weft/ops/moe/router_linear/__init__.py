@@ -1,1 +1,1 @@
-"""The product that routing begins with."""
+"""The router's projection from hidden states to logits."""

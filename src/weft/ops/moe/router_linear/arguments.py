@@ -1,4 +1,4 @@
-"""The arguments and outputs of the router's product and its backward."""
+"""Arguments and outputs of the router's projection and its backward."""
 
 from __future__ import annotations
 

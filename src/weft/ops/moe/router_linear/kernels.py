@@ -1,4 +1,4 @@
-"""The kernels of the router's product and its gradients; see `router_linear` for what they compute."""
+"""Kernels of the router's projection and its gradients; `router_linear` documents the formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def router_linear_kernel(
     cols,
     experts,
     x_stride,
-    split_cols,  # columns of a split, a multiple of TILE
+    split_cols,  # columns per split, a multiple of TILE
     SPLIT: tl.constexpr,  # multiply bf16 parts
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -26,7 +26,7 @@ def router_linear_kernel(
     EXPERT_ALIGN: tl.constexpr,  # experts is a multiple of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """A tile of logits, summed over the columns of one split."""
+    """Compute a tile of logits, summed over the columns of one split."""
     cols = (cols // ALIGN) * ALIGN
     experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -47,12 +47,12 @@ def router_linear_kernel(
             weight_mask = weight_mask & (col < cols)[None, :]
         x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [ROWS, TILE]
         weight = tl.load(weight_ptr + weight_off[:, None] + col[None, :], mask=weight_mask, other=0.0)
-        # Not `total += dot(...)`: Triton would fuse that into one chain of additions over all columns.
+        # `total += dot(...)` would not do: Triton would fuse it into one chain of additions over all columns.
         total -= dot_fp32(x, tl.trans(weight), SPLIT)
     total = 0.0 - total
     if bias_ptr is not None:
-        there = (expert < experts) & (split == 0)  # only one of the splits adds the bias
-        total += tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)[None, :]
+        bias_mask = (expert < experts) & (split == 0)  # only one split adds the bias
+        total += tl.load(bias_ptr + expert, mask=bias_mask, other=0.0).to(tl.float32)[None, :]
     y_off = tl.multiple_of((split.to(tl.int64) * rows + row) * experts, EXPERT_ALIGN)
     mask = (row < rows)[:, None] & (expert < experts)[None, :]
     tl.store(y_ptr + y_off[:, None] + expert[None, :], total, mask=mask)
@@ -75,11 +75,11 @@ def router_linear_dx_kernel(
     EXPERT_ALIGN: tl.constexpr,  # experts and dy_stride are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
 ):
-    """A tile of dx, summed over all experts."""
+    """Compute a tile of dx, summed over all experts."""
     cols = (cols // ALIGN) * ALIGN
     experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
     tiles = tl.cdiv(cols, COLS)
-    # Programs of the same rows follow each other: they read the same dy.
+    # Consecutive programs share rows, so they read the same dy.
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     col = tl.multiple_of((tl.program_id(0) % tiles) * COLS, COLS) + tl.arange(0, COLS)  # [COLS]
     dy_off = tl.multiple_of(row * dy_stride, EXPERT_ALIGN)
@@ -113,7 +113,7 @@ def router_linear_dweight_kernel(
     experts,
     x_stride,
     dy_stride,
-    split_rows,  # rows of a split, a multiple of TILE
+    split_rows,  # rows per split, a multiple of TILE
     SPLIT: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
@@ -122,11 +122,11 @@ def router_linear_dweight_kernel(
     EXPERT_ALIGN: tl.constexpr,  # experts and dy_stride are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of COLS
 ):
-    """A tile of dweight, and of dbias, summed over the rows of one split."""
+    """Compute a tile of dweight, and of dbias, summed over the rows of one split."""
     cols = (cols // ALIGN) * ALIGN
     experts = (experts // EXPERT_ALIGN) * EXPERT_ALIGN
     tiles = tl.cdiv(experts, EXPERTS)
-    # Programs of the same columns follow each other: they read the same x.
+    # Consecutive programs share columns, so they read the same x.
     expert = tl.multiple_of((tl.program_id(0) % tiles) * EXPERTS, EXPERTS) + tl.arange(
         0, EXPERTS
     )  # [EXPERTS]
@@ -149,7 +149,7 @@ def router_linear_dweight_kernel(
             if COLS_MASKED:
                 x_mask = x_mask & (col < cols)[None, :]
             x = tl.load(x_ptr + x_off[:, None] + col[None, :], mask=x_mask, other=0.0)  # [TILE, COLS]
-            # The product is computed transposed: Triton would load a transposed fp32 tile one number at a time.
+            # The product is computed transposed: Triton would load a transposed fp32 tile one element at a time.
             total -= dot_fp32(tl.trans(x), dy, SPLIT)
     total = 0.0 - total
     if dweight_ptr is not None:
@@ -160,5 +160,7 @@ def router_linear_dweight_kernel(
         dweight = tl.trans(total).to(dweight_ptr.dtype.element_ty)  # [EXPERTS, COLS]
         tl.store(dweight_ptr + off[:, None] + col[None, :], dweight, mask=mask)
     if dbias_ptr is not None:
-        there = (expert < experts) & (tl.program_id(0) // tiles == 0)
-        tl.store(dbias_ptr + split * experts + expert, total_bias.to(dbias_ptr.dtype.element_ty), mask=there)
+        bias_mask = (expert < experts) & (tl.program_id(0) // tiles == 0)
+        tl.store(
+            dbias_ptr + split * experts + expert, total_bias.to(dbias_ptr.dtype.element_ty), mask=bias_mask
+        )

@@ -1,4 +1,4 @@
-"""The launches of the router's product and its gradients."""
+"""Launches of the router's projection and its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .kernels import router_linear_dweight_kernel, router_linear_dx_kernel, rout
 
 
 class ProductConfig(NamedTuple):
-    """How a product [M, K] x [K, N] is cut: tiles of `m` x `n`, summed `k` at a time."""
+    """Tiling of a product [M, K] x [K, N]: tiles of `m` x `n`, summed `k` at a time."""
 
     m: int
     n: int
@@ -31,13 +31,13 @@ LIMITS = {"m": (16, 256), "n": (16, 512), "k": (16, 256), "num_warps": (1, 16), 
 
 @choice("router_linear.forward", **LIMITS)
 def forward_config(experts: int, products: int, target: Capabilities) -> ProductConfig:
-    """Rows x experts, summed over columns."""
+    """Return the tiling of rows x experts, summed over columns."""
     if target.is_cpu:
-        # A tile of the weight is converted and transposed for every tile of rows, so long tiles of rows were
-        # measured to be faster.
+        # Long tiles of rows were measured to be faster, since a tile of the weight is converted and transposed for
+        # every tile of rows.
         return ProductConfig(128, _side(experts, 256), 128, 4, 1, False)
-    # All of 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
-    # 124 KB of shared memory; twice the columns at a time spill.
+    # Up to 256 experts in one tile, so that x is read once. Compiled for sm_90 with fp32 weights: 254 registers,
+    # 124 KB of shared memory; twice the columns at a time would spill.
     n = _side(experts, 256 if products < 6 else 64)
     narrow = products > 1 and target.warp_size == 32
     tile, stages = (32, 3) if narrow else (64, 2)
@@ -46,40 +46,42 @@ def forward_config(experts: int, products: int, target: Capabilities) -> Product
 
 @choice("router_linear.dx", **LIMITS)
 def dx_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
-    """Rows x columns, summed over experts."""
+    """Return the tiling of rows x columns, summed over experts."""
     if target.is_cpu:
         return ProductConfig(128, _side(cols, 512), _side(experts, 128), 4, 1, False)
-    # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns the six products of
-    # fp32 weights spill on sm_89, and on sm_100 ask for more tensor memory than there is.
+    # Compiled for sm_90: 164 registers with fp32 weights, 196 with bf16. With twice the columns, the six products of
+    # fp32 weights spill on sm_89 and exceed the tensor memory of sm_100.
     return ProductConfig(64, _side(cols, 128 if products < 6 else 64), _side(experts, 32), 4, 2, True)
 
 
 @choice("router_linear.dweight", **LIMITS)
 def dweight_config(experts: int, cols: int, products: int, target: Capabilities) -> ProductConfig:
-    """Experts x columns, summed over rows."""
+    """Return the tiling of experts x columns, summed over rows."""
     if target.is_cpu:
         return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
-    # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp keeps its sums in its own registers: half
-    # the tile takes 170 registers there, and the whole tile spills.
+    # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp accumulates in its own registers: half the
+    # tile takes 170 registers there, and the whole tile spills.
     largest = 64 if products == 6 or target.target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
     return ProductConfig(_side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True)
 
 
 def _products(a: torch.dtype, b: torch.dtype) -> int:
-    """How many products of bf16 parts make up a product of these dtypes, at most."""
+    """Return the maximum number of products of bf16 parts that make up a product of these dtypes."""
     return {2: 1, 1: 3, 0: 6}[(a is torch.bfloat16) + (b is torch.bfloat16)]
 
 
 def _side(size: int, largest: int) -> int:
-    """The side of a tile for `size` elements: a power of two, at least the 16 that a matrix unit needs."""
+    """Return the side of a tile for `size` elements: a power of two, at least the 16 that a matrix unit needs."""
     return min(max(1 << max(size - 1, 0).bit_length(), 16), largest)
 
 
-SPLIT_COLS = 512  # columns of a split where programs share a sum over columns; a multiple of every configuration's tile
+SPLIT_COLS = (
+    512  # columns per split if programs share a sum over columns; a multiple of every configuration's tile
+)
 
 
-def _four(*sizes: int) -> int:
-    """4 if all sizes are multiples of it, 128 bits of fp32; else 1."""
+def _align4(*sizes: int) -> int:
+    """Return 4 (128 bits of fp32) if it divides all sizes, else 1."""
     return min(4, align_of(*sizes, least=4))
 
 
@@ -113,7 +115,7 @@ def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
         COLS=config.n,
         TILE=config.k,
         ALIGN=align_of(cols),
-        EXPERT_ALIGN=_four(experts, dy_stride),
+        EXPERT_ALIGN=_align4(experts, dy_stride),
         COLS_MASKED=cols % config.n != 0,
     )
     programs = -(-rows // config.m) * -(-cols // config.n)
@@ -132,7 +134,7 @@ def _launch_dx(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
 
 
 def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
-    """The sums over rows, of weight and bias."""
+    """Launch the sums over rows: the gradients of weight and bias."""
     rows, cols, experts, stride, dy_stride = *x.shape, dy.shape[1], x.stride(0), dy.stride(0)
     target = capabilities_of(x.device)
     config = dweight_config(experts, cols, _products(x.dtype, dy.dtype), target)
@@ -143,12 +145,12 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     split_rows = -(-split_rows // config.k) * config.k
     splits = -(-rows // split_rows)
 
-    def room(grad: Tensor | None) -> Tensor | None:
+    def allocate(grad: Tensor | None) -> Tensor | None:
         if grad is None or splits == 1:
             return grad
         return torch.empty((splits, grad.numel()), dtype=torch.float32, device=x.device)
 
-    dweight, dbias = room(o.weight), room(o.bias)
+    dweight, dbias = allocate(o.weight), allocate(o.bias)
     launch = Launch.of(
         router_linear_dweight_kernel,
         num_warps=config.num_warps,
@@ -158,7 +160,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
         COLS=config.n,
         TILE=config.k,
         ALIGN=align_of(cols, stride),
-        EXPERT_ALIGN=_four(experts, dy_stride),
+        EXPERT_ALIGN=_align4(experts, dy_stride),
         COLS_MASKED=cols % config.n != 0,
     )
     launch(
@@ -194,7 +196,7 @@ def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     target = capabilities_of(a.x.device)
     x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
     rows, stride = x.shape[0], x.stride(0)
-    # An x that is not bf16 is split into parts, which take room too (on sm_100 that of the sums): smallest tiles.
+    # An x that is not bf16 is split into parts, which take space too (on sm_100, that of the sums): smallest tiles.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
     config = forward_config(experts, products, target)
     grid = (-(-rows // config.m), -(-experts // config.n))
@@ -202,7 +204,7 @@ def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
         splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
         y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
-    launch = _forward_launch(config, align_of(cols, stride), _four(experts), cols % config.k != 0)
+    launch = _forward_launch(config, align_of(cols, stride), _align4(experts), cols % config.k != 0)
     launch(
         (*grid, splits),
         *router_linear_kernel.arguments(

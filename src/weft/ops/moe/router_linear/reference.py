@@ -1,4 +1,4 @@
-"""The router's product in plain PyTorch: the definition of right."""
+"""Reference of the router's projection in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def router_linear_backward_reference(a: RouterLinearBackwardArgs) -> RouterLinea
 
 
 def router_linear_reference(a: RouterLinearArgs) -> RouterLinearOutputs:
-    """The definition."""
+    """Define the output of the op."""
     dtype = compute_dtype(a.x)
     y = a.x.to(dtype) @ a.weight.to(dtype).t()
     return RouterLinearOutputs(y if a.bias is None else y + a.bias.to(dtype))

@@ -3,12 +3,12 @@
     y[t, e] = sum_h x[t, h] * weight[e, h] + bias[e]               fp32, [T, E]
     dx = round(dy @ weight)         dweight = round(dy^T @ x)      dbias = round(sum_t dy)
 
-x is bf16 (or fp16, fp32), weight fp32 or bf16; y and its gradient are fp32. No operand is rounded: on matrix units an
-fp32 number is taken as the sum of its three bf16 parts (`tiles.split`), elsewhere products are fp32 multiply-adds. So
-each result is an fp32 sum with a rounding for every addition, and one rounding to its dtype at the end. Sums run over
-tiles of columns (of experts, of tokens): each tile is added up from zero and then added to the total, which makes the
-chains of additions shorter. The only fp32 tensors in memory are results and, where several programs share a sum, their
-partial sums, which are added up in order: every run gives the same bits.
+x is bf16 (or fp16, fp32), weight fp32 or bf16; y and its gradient are fp32. No operand is rounded: matrix units take an
+fp32 element as the sum of its three bf16 parts (`tiles.split`), and elsewhere products are fp32 multiply-adds. So each
+result is an fp32 sum with a rounding for every addition, and one rounding to its dtype at the end. Sums run over tiles
+of columns (of experts, of tokens): each tile is summed from zero and then added to the total, which shortens the
+chains of additions. The only fp32 tensors in memory are results and, if several programs share a sum, their partial
+sums, which are added in order: every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class RouterLinearOp(Op[RouterLinearArgs, RouterLinearOutputs], name="router_lin
         return a
 
     def backward(self, b: Backward) -> Gradients:
-        kept: RouterLinearArgs = b.kept
+        saved: RouterLinearArgs = b.kept
         needs = RouterLinearGradients(*b.needs)
-        args = RouterLinearBackwardArgs(kept.x, kept.weight, kept.bias, b.grads.y, needs)
+        args = RouterLinearBackwardArgs(saved.x, saved.weight, saved.bias, b.grads.y, needs)
         return router_linear_backward_op(args)._asdict()
 
     def shard(self, a: RouterLinearArgs) -> Sharding:
@@ -96,10 +96,10 @@ router_linear_op = RouterLinearOp()
 
 
 def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in fp32, whatever the dtypes of x and weight are, and without a copy of x in fp32.
+    """Return `x @ weight.T + bias` in fp32, for any dtypes of x and weight, without a copy of x in fp32.
 
     x: [..., H] in bf16, fp16 or fp32, of any strides. weight: [E, H], bias: [E], in any of these. Returns fp32
-    [..., E]. Its only error is that of adding up in fp32: no operand is rounded to TF32 or bf16. Gradients have the
+    [..., E]. Its only error is that of fp32 summation: no operand is rounded to TF32 or bf16. Gradients have the
     dtypes of their tensors, rounded once from fp32 sums.
 
     >>> import torch, weft
@@ -115,7 +115,7 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
             f"x must be [..., H] and weight [E, H] with one H; got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     if weight.shape[0] == 0:
-        raise ValueError("weight must have a row for each of one or more experts; it has none")
+        raise ValueError("weight must have a row for each expert and at least one; got none")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, x.device, weight.shape[:1])
     return router_linear_op(RouterLinearArgs(x, weight, bias)).y

@@ -1,1 +1,1 @@
-"""Where the rows of each token lie among those of the experts."""
+"""The row map: positions of each token's rows among the rows of the experts."""

@@ -1,4 +1,4 @@
-"""The arguments and outputs of a map of rows."""
+"""Arguments and outputs of a row map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowMapArgs(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether the routing is a mask."""
+        """True if the routing is a mask."""
         return self.routing.dtype == torch.bool
 
 
@@ -30,14 +30,14 @@ class RowMapOutputs(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """Where the tokens' rows go, all of it on the device. Made by `row_map`.
+    """Positions of the tokens' rows, as tensors on the device. Made by `row_map`.
 
     - `row_of_slot`: int32 [..., slots], the row of each slot, or -1.
     - `slot_of_row`: int32 [rows], `token * slots + j`, or -1 for a pad.
-    - `counts`: int32 [experts], how many tokens chose each expert, including those whose rows did not fit.
-    - `offsets`: int32 [experts], the end of each expert's region with its pads, where the next region begins; at most
+    - `counts`: int32 [experts], the tokens that chose each expert, including those whose rows did not fit.
+    - `offsets`: int32 [experts], the end of each expert's region including pads, where the next region begins; at most
       the number of rows.
-    - `align`: the length of each expert's region is a multiple of it, except for a region that the last row cuts off.
+    - `align`: the length of each expert's region is a multiple of it, except for a region truncated at the last row.
     - `experts`: int32 [..., slots] if the routing was a mask; then probabilities are [..., experts].
     """
 
@@ -50,7 +50,7 @@ class RowMap(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Where each expert's own rows end and its pads begin, int32 [experts]: the argument `ends` of `glu`. Like
-        `offsets` they never decrease and never exceed the number of rows, also where rows were dropped."""
+        """End of each expert's own rows, where its pads begin, int32 [experts]: the argument `ends` of `glu`. Like
+        `offsets` they never decrease and never exceed the number of rows, even if rows were dropped."""
         starts = self.offsets.roll(1).index_fill(0, self.offsets.new_zeros(1, dtype=torch.int64), 0)
         return torch.minimum(starts + self.counts, self.offsets)

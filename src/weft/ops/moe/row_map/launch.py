@@ -1,4 +1,4 @@
-"""The launches of a map of rows."""
+"""Launches of a row map."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ....runtime import Capabilities, Launch, capabilities_of, choice
 from .arguments import RowMapArgs, RowMapOutputs
 from .kernels import compact_kernel, count_kernel, place_kernel
 
-SLOTS = 128  # the slots of a program are a multiple
+SLOTS = 128  # slots per program are a multiple of it
 
 
 class MapConfig(NamedTuple):
-    """How slots are read: `block` of them at a time."""
+    """Launch configuration of kernels that read `block` slots at a time."""
 
     block: int
     num_warps: int
@@ -22,7 +22,7 @@ class MapConfig(NamedTuple):
 
 @choice("row_map.compact", block=(1, 256), num_warps=(1, 16))
 def compact_config(target: Capabilities) -> MapConfig:
-    """A block of tokens, whose rows of the mask are read."""
+    """Return the configuration of `compact_kernel`; a block counts tokens, each with a row of the mask."""
     return MapConfig(16, 4)
 
 
@@ -33,7 +33,7 @@ def count_config(target: Capabilities) -> MapConfig:
 
 @choice("row_map.place", block=(16, SLOTS), num_warps=(1, 16))
 def place_config(target: Capabilities) -> MapConfig:
-    """Each slot of a block is compared with every other."""
+    """Return the configuration of `place_kernel`, which compares each slot of a block with every other."""
     return MapConfig(64, 4)
 
 
@@ -55,7 +55,7 @@ def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
         )
         routing = o.experts
     count = o.row_of_slot.numel()
-    # Every program of the second launch reads the counts of all programs: no more programs than fill a GPU.
+    # Every program of the second launch reads the counts of all programs, so there are no more than fill a GPU.
     programs = min(-(-count // 512), 16 if target.is_cpu else 128)
     program_slots = -(-count // (programs * SLOTS)) * SLOTS
     programs = -(-count // program_slots)

@@ -1,4 +1,4 @@
-"""The map of rows in plain PyTorch: the definition of right."""
+"""Reference of the row map in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .arguments import RowMapArgs, RowMapOutputs
 
 
 def row_map_reference(a: RowMapArgs) -> RowMapOutputs:
-    """The definition."""
+    """Define the outputs of the op."""
     routing, experts = a.routing, a.experts
     if a.masked:
-        number = torch.arange(experts, device=routing.device)
-        ordered = torch.where(routing.reshape(-1, experts) != 0, number, experts).sort(1).values
+        column = torch.arange(experts, device=routing.device)
+        ordered = torch.where(routing.reshape(-1, experts) != 0, column, experts).sort(1).values
         missing = ordered.new_full((len(ordered), max(a.slots - experts, 0)), experts)
         key = torch.cat([ordered[:, : a.slots], missing], 1).flatten()
     else:

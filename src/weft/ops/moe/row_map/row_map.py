@@ -1,7 +1,7 @@
-"""The row map: tokens sorted by expert, and room for their rows.
+"""The row map: tokens sorted by expert, with space for their rows.
 
-A token has `slots` experts; slot s = token * slots + j is its j-th. The slots are sorted by expert, stably, and each
-expert's region has a multiple of `align` rows. Everything that moves rows follows two lists of indices:
+A token has `slots` experts; slot s = token * slots + j is its j-th. The slots are stably sorted by expert, and each
+expert's region has a multiple of `align` rows. All ops that move rows use two lists of indices:
 
     slot_of_row[r]    the slot that row r belongs to, or -1 if the row is a pad
     row_of_slot[s]    the row that belongs to slot s, or -1 if it has none
@@ -59,21 +59,21 @@ def row_map(
     align: int = 1,
     rows: int | None = None,
 ) -> RowMap:
-    """Sort tokens by expert, stably, with every expert's region padded to a multiple of `align` rows.
+    """Stably sort tokens by expert, with every expert's region padded to a multiple of `align` rows.
 
-    - `routing`: the experts of each token, int32 or int64 [..., slots], numbers below `experts`, the number of experts.
-      Any other number (-1, another rank's expert) is a slot without a row. Or a mask [..., experts]: then a token's
-      slots are its experts in ascending order, at most `slots` of them (by default `experts`).
-    - `rows`: how many rows to make room for. By default as many as the worst case takes: the slots, and for each expert
-      that can have one of them `align - 1` pads, together rounded down to a multiple of `align`,
+    - `routing`: the experts of each token, int32 or int64 [..., slots], from 0 to `experts - 1`. Any other value (-1,
+      another rank's expert) is a slot without a row. Or a mask [..., experts]: then a token's slots are its experts in
+      ascending order, at most `slots` of them (by default `experts`).
+    - `rows`: the number of rows to allocate. By default enough for the worst case: the slots, and `align - 1` pads for
+      each expert that can have one of them, together rounded down to a multiple of `align`,
       `(tokens * slots + min(experts, tokens * slots) * (align - 1)) // align * align`, which is 0 without tokens. It
-      may be any upper bound, or the exact number if it is known. Nothing waits for the device: rows beyond it are
-      dropped, their slots have row -1, and `offsets` and `ends` stop at the last row. `counts` still has them:
-      `result.counts.sum() - (result.slot_of_row >= 0).sum()` is how many were dropped.
+      may be any upper bound, or the exact number if known. Nothing synchronizes with the device: rows beyond it are
+      dropped, their slots have row -1, and `offsets` and `ends` stop at the last row. `counts` still includes them:
+      `result.counts.sum() - (result.slot_of_row >= 0).sum()` rows were dropped.
 
     An expert without tokens has no rows. The result is the same in every run.
 
-    A row map of a DTensor is that of this rank's tokens: plain tensors, with rows that are counted on this rank alone.
+    A row map of a DTensor covers this rank's tokens: plain tensors, with rows numbered on this rank alone.
 
     >>> import torch, weft
     >>> rows = weft.row_map(torch.tensor([[2, 0], [2, 1], [0, 2]]), 4, align=2, rows=8)
@@ -91,10 +91,10 @@ def row_map(
         experts = last if experts is None else experts
         slots = last if slots is None else slots
         if experts != last:
-            raise ValueError(f"the mask has {last} experts, but experts={experts}: leave that out")
+            raise ValueError(f"the mask has {last} experts, but experts={experts}: omit `experts`")
     elif experts is None or (slots is not None and slots != last):
         raise ValueError(
-            f"routing has {last} experts for each token: give `experts`, the number of all experts, and no `slots`"
+            f"routing has {last} experts per token: pass `experts`, the number of all experts, and no `slots`"
         )
     else:
         slots = last
@@ -107,9 +107,9 @@ def row_map(
     if count + experts * align >= 2**31:
         raise ValueError(f"rows are numbered in 32 bits: {count} slots of {experts} experts are too many")
     if rows is None:
-        most = count + min(experts, count) * (align - 1)
-        rows = most // align * align
+        worst_case = count + min(experts, count) * (align - 1)
+        rows = worst_case // align * align
     if whole("rows", rows) < 0 or rows >= 2**31:
-        raise ValueError(f"rows must lie between 0 and 2**31 - 1; got {rows}")
+        raise ValueError(f"rows must be from 0 to 2**31 - 1; got {rows}")
     o = row_map_op(RowMapArgs(routing, experts, slots, align, rows))
     return RowMap(o.row_of_slot, o.slot_of_row, o.counts, o.offsets, align, o.experts)

@@ -1,1 +1,1 @@
-"""The RMSNorm of an attention's output times a gate."""
+"""Gated RMSNorm of an attention output."""

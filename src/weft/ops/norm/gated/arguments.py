@@ -1,4 +1,4 @@
-"""The arguments and outputs of gated norms and their backward."""
+"""Arguments and outputs of gated norms and their backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GatedNormArgs(NamedTuple):
     weight_offset: float
     casting: str
     transpose: bool
-    stats: bool  # rstd is wanted, for the backward
+    stats: bool  # rstd is stored, for the backward
     result: ResultOptions
 
 

@@ -1,5 +1,4 @@
-"""RMSNorm of the output of an attention, times a gate: over whole rows or groups of their columns, transposed on the
-way.
+"""Gated RMSNorm of an attention output, over whole rows or groups of their columns, with an optional transpose.
 
     r = 1 / sqrt(mean(x^2) + eps)              over each of the `groups` equal parts of a row
     z = x * r                                  casting="llama" rounds z to x's dtype, and the next product to that which
@@ -7,17 +6,17 @@ way.
     y = y * f(gate)                            f = sigmoid, or silu: f(g) = g * sigmoid(g)
     out = round(y), or its codes and scales
 
-All of it in fp32 with one rounding to each stored tensor; a quantised result is made from the fp32 y. With
-`transpose`, x and its gradient are [B, L, ...] while gate, y and their gradients are [L, B, ...]: each is read and
-written where it lies. Backward, with dy the gradient of y, d = dy * f(gate) and t = d * (weight + weight_offset):
+Everything is computed in fp32 and rounded once to each stored tensor; a quantized result is encoded from the fp32 y.
+With `transpose`, x and its gradient are [B, L, ...] while gate, y and their gradients are [L, B, ...]: each is read and
+written in its own layout. Backward, with dy the gradient of y, d = dy * f(gate) and t = d * (weight + weight_offset):
 
     dx = r * (t - z * mean(t * z))             the mean over the group
     dgate = dy * z * (weight + weight_offset) * f'(gate)
     dweight = sum over rows of d * z
 
-The sums over rows are fp32 partial sums, one per program, added up in order: the same bits every run. Rounding
-steps are passed straight through: with casting="llama" dgate and dweight have the rounded numbers in them, as the
-forward multiplies them, and dx the exact z.
+Sums over rows are fp32 partial sums, one per program, added in a fixed order: deterministic. Gradients pass straight
+through roundings: with casting="llama" dgate and dweight use the rounded values that the forward multiplies, and dx
+uses the exact z.
 """
 
 from __future__ import annotations
@@ -108,9 +107,9 @@ class GatedNormOp(Op[GatedNormArgs, GatedNormOutputs], name="gated_norm", varian
 
     def shard(self, a: GatedNormArgs) -> Sharding:
         joint, block = a.result.blocks()
-        of_x = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
+        x_dims = " ".join(["1", "0", *map(str, range(2, a.x.dim() - 1)), "k"]) if a.transpose else "... k"
         return Sharding(
-            {"gate": "... k", "x": of_x, "weight": "k", "result_scale": ""},
+            {"gate": "... k", "x": x_dims, "weight": "k", "result_scale": ""},
             {"result_y": "... k", "result_amax": "max:"},
             {"k": "the norm is taken over it", **joint},
             block,
@@ -124,7 +123,7 @@ gated_norm_op = GatedNormOp()
 
 
 class GatedNormOptions(TypedDict, total=False):
-    """The options of `gated_norm` that do not decide what it returns."""
+    """Options of `gated_norm` that do not affect what it returns."""
 
     groups: int
     act: Activation
@@ -184,26 +183,25 @@ def gated_norm(
     quant_scale: Tensor | None = None,
     return_amax: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm of x times a gate: `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) * f(gate)`.
+    """Apply RMSNorm to x and multiply by a gate: `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) * f(gate)`.
 
     x: [..., K], or the heads [..., H, d] of an attention with H * d = K; gate: [..., K]; weight: [K]. All in bf16,
-    fp16 or fp32, x and gate of any strides. Returns y in the shape of the gate, and the largest |y| with
-    `return_amax`.
+    fp16 or fp32, x and gate of any strides. Returns y in the shape of the gate, and with `return_amax` the largest
+    |y|.
 
-    - `groups`: the mean is taken over each of this many equal parts of the last dimension. For heads that share a
-      weight [d], give x and gate as [..., H, d] and leave groups=1.
+    - `groups`: normalize each of this many equal parts of the last dimension separately. For heads that share a
+      weight [d], pass x and gate as [..., H, d] and leave groups=1.
     - `act`: f, "sigmoid" or "silu".
-    - `eps`: None means the same as for `weft.rms_norm`.
-    - `transpose`: x and its gradient are [B, L, ...], as attention leaves them; gate and y are [L, B, ...], as the
-      layers around it want them.
+    - `eps`: as for `weft.rms_norm`.
+    - `transpose`: x and its gradient are [B, L, ...], as in attention; gate and y are [L, B, ...], as in the
+      surrounding layers.
     - `weight_offset`: 1 for weights stored around zero.
-    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalised x to x's dtype before the weight, and the
-      product of both before the gate, to the dtype to which PyTorch promotes x's and the weight's: HuggingFace's order
+    - `casting`: "fp32" rounds once, at the end; "llama" rounds the normalized x to x's dtype before the weight, and
+      their product before the gate, to the dtype to which PyTorch promotes x's and the weight's: HuggingFace's order
       for Qwen3-Next, Qwen3.5 and OLMo Hybrid.
-    - `out_dtype`: of y, x's by default.
+    - `out_dtype`: dtype of y, x's by default.
     - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`; the rows of the
-      codes are those of y. A row-wise copy is made in the same pass if no block of it reaches from one group into
-      the next.
+      codes are those of y. A row-wise copy is stored in the same pass if none of its blocks spans two groups.
 
     >>> import torch, weft
     >>> x = torch.randn(2, 5, 4, 64, dtype=torch.bfloat16)  # heads of 2 sequences
@@ -227,7 +225,7 @@ def gated_norm(
     check_tensor("gate", gate, FLOATS, x.device, shape)
     cols = shape[-1]
     if whole("groups", groups) < 1 or cols % groups:
-        raise ValueError(f"groups must be equal parts of the last dimension, {cols}; got {groups}")
+        raise ValueError(f"groups must divide the last dimension, {cols}; got {groups}")
     if weight is not None:
         check_tensor("weight", weight, FLOATS, x.device, (cols,))
     if act not in ("sigmoid", "silu"):

@@ -1,6 +1,6 @@
-"""The kernels of the gated norm. `gated.py` has the formulas, and the names in them.
+"""Kernels of the gated norm. The docstring of `gated.py` has the formulas and their names.
 
-To the kernels a "row" is one group of a row of y; the groups of a row of y follow each other.
+In the kernels a "row" is one group of a row of y; the groups of a row of y are consecutive.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ...common.sums import add_to
 
 
 class Rows(NamedTuple):
-    """The rows of a tile."""
+    """Pointer to a tensor, and offsets of a tile's rows."""
 
     ptr: Any
-    off: Any  # int64 [R], where each row begins
+    off: Any  # int64 [R], start of each row
 
 
 class Weight(NamedTuple):
-    """The weight of the groups of a tile's rows."""
+    """Weight of the groups of a tile's rows."""
 
     ptr: Any  # or None
-    off: Any  # [R], where that of each row begins; None if all rows have the one at ptr
+    off: Any  # [R], start of each row's weight; None if all rows use the one at ptr
     offset: Any  # added to it
 
 
 class Inputs(NamedTuple):
-    """What the backward reads of the rows of a tile."""
+    """Inputs of the backward for the rows of a tile."""
 
     x: Any  # Rows
     gate: Any  # Rows
@@ -42,8 +42,8 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _row_offset(row, second, third, first_stride, second_stride, third_stride, ALIGN: tl.constexpr):
-    """The int64 offsets of rows that are counted in three dimensions [any, second, third]. The dtype of `row` is only
-    as wide as the number of rows needs, since 64-bit divisions take time and registers."""
+    """Return int64 offsets of rows that are indexed in three dimensions [any, second, third]. The dtype of `row` is
+    only as wide as the number of rows needs, since 64-bit divisions cost time and registers."""
     rest = row // third
     off = (rest // second).to(tl.int64) * first_stride + (rest % second).to(tl.int64) * second_stride
     return tl.multiple_of(off + (row % third).to(tl.int64) * third_stride, ALIGN)
@@ -51,7 +51,7 @@ def _row_offset(row, second, third, first_stride, second_stride, third_stride, A
 
 @triton.jit
 def _gated(x, rstd, gate, weight, col, mask, x_ptr, ACT: tl.constexpr, LLAMA: tl.constexpr):
-    """y [R, C] from x, zero past the last row and column. x_ptr is there for its dtype."""
+    """Compute y [R, C] from x, zero past the last row and column. x_ptr supplies x's dtype."""
     y = x * rstd[:, None]
     if LLAMA:
         y = round_to_dtype(y, x_ptr)
@@ -68,7 +68,7 @@ def _gated(x, rstd, gate, weight, col, mask, x_ptr, ACT: tl.constexpr, LLAMA: tl
 @kernel
 def gated_norm_kernel(
     x_ptr,  # [rows, cols]
-    gate_ptr,  # [rows, cols], or None to compute the statistics alone
+    gate_ptr,  # [rows, cols], or None to compute only the statistics
     weight_ptr,  # [groups, cols], or None
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     y_ptr,  # [rows, cols], or None
@@ -76,11 +76,11 @@ def gated_norm_kernel(
     amax_ptr,  # [programs], or None
     data_ptr,  # row-wise codes, or None
     data_scale_ptr,
-    bound,  # rows of all programs, of which the last may not exist
+    bound,  # rows of all programs, including rows past the end
     rows,
     cols,  # of a group
     groups,
-    second,  # rows are counted in three dimensions; x and gate have three row strides each
+    second,  # rows are indexed in three dimensions; x and gate have three row strides each
     third,
     x_first_stride,
     x_second_stride,
@@ -94,17 +94,17 @@ def gated_norm_kernel(
     weight_offset: float,
     ACT: tl.constexpr,
     LLAMA: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the quantised copy, or None
+    FORMAT: tl.constexpr,  # of the quantized copy, or None
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
     KNOWN: tl.constexpr,  # an earlier pass has written the statistics
     ROWS: tl.constexpr,
     TILE: tl.constexpr,  # columns at a time; all of them unless LOOP
     LOOP: tl.constexpr,
-    ALIGN: tl.constexpr,  # cols and all strides are multiples of it
+    ALIGN: tl.constexpr,  # divides cols and all strides
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
 ):
-    """A program has ROWS whole groups: it makes y, or its row-wise copy, or the statistics alone."""
+    """Normalize ROWS whole groups per program: store y, or its row-wise copy, or only the statistics."""
     cols = (cols // ALIGN) * ALIGN
     row = tl.program_id(0).to(bound.dtype) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ROWS_MASKED: tl.constexpr = ROWS > 1
@@ -114,18 +114,18 @@ def gated_norm_kernel(
     )
     weight_off = tl.multiple_of((row % groups) * cols, ALIGN)
     y_off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
-    piece = tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
 
     if not LOOP:
-        mask = tile_mask(row, piece, rows, cols, ROWS_MASKED, COLS_MASKED)
-        x = load_tile(x_ptr + x_off[:, None] + piece[None, :], mask)  # [ROWS, TILE]
+        mask = tile_mask(row, lane, rows, cols, ROWS_MASKED, COLS_MASKED)
+        x = load_tile(x_ptr + x_off[:, None] + lane[None, :], mask)  # [ROWS, TILE]
     if KNOWN:
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
     else:
         if LOOP:
             squares = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
                 squares += tl.sum(x * x, axis=1)
@@ -139,15 +139,15 @@ def gated_norm_kernel(
     if gate_ptr is not None:
         gate, weight = Rows(gate_ptr, gate_off), Weight(weight_ptr, weight_off, weight_offset)
         if given_ptr is not None:
-            given = tl.load(given_ptr)
+            scale_source = tl.load(given_ptr)
         else:
-            given = 0.0
+            scale_source = 0.0
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
-        if BY_ROW and LOOP:  # no code can be made before the largest y of its row is known
+        if BY_ROW and LOOP:  # the codes of a row need its largest |y| first
             largest = tl.zeros((ROWS,), tl.float32)
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
                 x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)
                 y = _gated(x, rstd, gate, weight, col, mask, x_ptr, ACT, LLAMA)
@@ -155,7 +155,7 @@ def gated_norm_kernel(
 
         program_amax = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
+            col = start + lane
             exists = tile_mask(row, col, rows, cols, ROWS_MASKED, COLS_MASKED)
             if LOOP:
                 value = load_tile(x_ptr + x_off[:, None] + col[None, :], exists)
@@ -168,7 +168,7 @@ def gated_norm_kernel(
                 tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
             if FORMAT is not None:
                 if BY_TENSOR:
-                    factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
+                    factor = tensor_factor(Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC))
                     codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
                 elif BY_ROW:
                     if not LOOP:
@@ -177,7 +177,7 @@ def gated_norm_kernel(
                     codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
                     tl.store(data_scale_ptr + row, row_scale, mask=row < rows)
                 else:  # each block lies within one group, or there is only one group
-                    codes, scale = quantize_rows(y, None, given, FP32_MAX, FORMAT, CAST)
+                    codes, scale = quantize_rows(y, None, scale_source, FP32_MAX, FORMAT, CAST)
                     G: tl.constexpr = FORMAT.group
                     blocks = (cols + G - 1) // G
                     block = start // G + tl.arange(0, TILE // G)
@@ -186,7 +186,7 @@ def gated_norm_kernel(
                     scale_off += block_off * data_scale_col_stride
                     scale_mask = tile_mask(row, block, rows, blocks, ROWS_MASKED, COLS_MASKED)
                     tl.store(data_scale_ptr + scale_off, scale, mask=scale_mask)
-                # The groups of a row of codes follow each other. An odd row of 4-bit codes ends within a byte.
+                # The groups of a row of codes are consecutive. An odd row of 4-bit codes ends within a byte.
                 data_stride = (cols + FORMAT.packed - 1) // FORMAT.packed
                 store_codes(
                     codes,
@@ -208,7 +208,7 @@ def gated_norm_stripe_kernel(
     given_ptr,  # a scalar: amax of y, or the scale with STATIC; or None
     rstd_ptr,  # [tokens, groups]
     amax_ptr,  # [programs], or None
-    bound,  # rows of all programs, of which the last may not exist
+    bound,  # rows of all programs, including rows past the end
     tokens,
     cols,  # of all groups
     groups,
@@ -227,14 +227,14 @@ def gated_norm_stripe_kernel(
     LLAMA: tl.constexpr,
     FORMAT: tl.constexpr,
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,  # the scale of the tensor is given
-    ROWS: tl.constexpr,  # tokens of a stripe, as many as the longest block has
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
+    ROWS: tl.constexpr,  # tokens of a stripe: the rows of the longest block
     TILE: tl.constexpr,
     WITHIN: tl.constexpr,  # every tile lies in one group
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """Make the copies of a tile as tall as the longest block, from one read. An earlier pass has written the
+    """Store both copies of a tile as tall as the longest block, from one read. An earlier pass has written the
     statistics."""
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
@@ -263,15 +263,15 @@ def gated_norm_stripe_kernel(
     y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
     y = tl.where(mask, y, 0.0)
     if given_ptr is not None:
-        given = tl.load(given_ptr)
+        scale_source = tl.load(given_ptr)
     else:
-        given = 0.0
+        scale_source = 0.0
     store_stripe(
         y,
         copy,
         copy_t,
         Stripe(stripe, start, tokens, cols, ALIGN, COLS_MASKED),
-        Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
+        Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
     )
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
@@ -281,27 +281,27 @@ def gated_norm_stripe_kernel(
 def _gradient_of_y(
     a, weight, col, cols, mask, ACT: tl.constexpr, LLAMA: tl.constexpr, COLS_MASKED: tl.constexpr
 ):
-    """(z, z as the weight multiplies it, d, t, dgate) [R, C] as in the formulas of `gated.py`, zero past the last row
-    and column."""
+    """Return (z, z as the weight multiplies it, d, t, dgate) [R, C], as named in the formulas of `gated.py`, zero past
+    the last row and column."""
     z = load_tile(a.x.ptr + a.x.off[:, None] + col[None, :], mask) * a.rstd
     dy = load_tile(a.dy.ptr + a.dy.off[:, None] + col[None, :], mask)
     f, slope = activate_with_slope(load_tile(a.gate.ptr + a.gate.off[:, None] + col[None, :], mask), 1.0, ACT)
     d = dy * f
     t = d
-    through = dy * slope
-    seen = z
+    dgate = dy * slope
+    z_cast = z
     if LLAMA:
-        seen = round_to_dtype(z, a.x.ptr)
+        z_cast = round_to_dtype(z, a.x.ptr)
     if weight.ptr is not None:
         w = load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset  # [1, C]
         t = t * w
         if LLAMA:
-            through = through * round_promoted(seen * w, a.x.ptr, weight.ptr)
+            dgate = dgate * round_promoted(z_cast * w, a.x.ptr, weight.ptr)
         else:
-            through = through * w * z
+            dgate = dgate * w * z
     else:
-        through = through * seen
-    return z, seen, d, t, through
+        dgate = dgate * z_cast
+    return z, z_cast, d, t, dgate
 
 
 @kernel
@@ -314,12 +314,12 @@ def gated_norm_backward_kernel(
     dx_ptr,  # [rows, cols], or None
     dgate_ptr,  # [rows, cols], or None
     dweight_ptr,  # partial sums [parts, groups, cols] in fp32, or None
-    bound,  # rows of all programs, of which the last may not exist
+    bound,  # rows of all programs, including rows past the end
     tokens,  # rows of a group
     program_tokens,
     cols,  # of a group
     groups,
-    second,  # rows are counted in three dimensions; x, gate, dy and dx have three row strides each
+    second,  # rows are indexed in three dimensions; x, gate, dy and dx have three row strides each
     third,
     x_first_stride,
     x_second_stride,
@@ -342,9 +342,9 @@ def gated_norm_backward_kernel(
     ALIGN: tl.constexpr,
     COLS_MASKED: tl.constexpr,
 ):
-    """A run of tokens of one group: dx and dgate of each token, and the sum of dweight over them.
+    """Compute dx and dgate for a run of tokens of one group, and the sum of dweight over them.
 
-    Without LOOP the sum stays in registers until the last token. With LOOP it lies in the program's own row of the
+    Without LOOP the sum stays in registers until the last token. With LOOP it is in the program's own row of the
     partial sums, which is read and written for each token.
     """
     cols = (cols // ALIGN) * ALIGN
@@ -355,7 +355,7 @@ def gated_norm_backward_kernel(
     sums_off = tl.multiple_of(program.to(tl.int64) * cols, ALIGN)  # [parts, groups, cols]
     first = (program // groups).to(bound.dtype) * program_tokens
     last = tl.minimum(first + program_tokens, tokens)
-    piece = tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
     ROWS_MASKED: tl.constexpr = ROWS > 1
     count = cols.to(tl.float32)
 
@@ -377,15 +377,15 @@ def gated_norm_backward_kernel(
         tz = tl.zeros((ROWS,), tl.float32)  # sum over the group of t * z
         if LOOP and dx_ptr is not None:
             for start in range(0, cols, TILE):
-                col = start + piece
+                col = start + lane
                 mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
                 z, _, _, t, _ = _gradient_of_y(inputs, weight, col, cols, mask, ACT, LLAMA, COLS_MASKED)
                 tz += tl.sum(t * z, axis=1)
 
         for start in range(0, cols if LOOP else 1, TILE):
-            col = start + piece
+            col = start + lane
             mask = tile_mask(token, col, last, cols, ROWS_MASKED, COLS_MASKED)
-            z, seen, d, t, dgate = _gradient_of_y(inputs, weight, col, cols, mask, ACT, LLAMA, COLS_MASKED)
+            z, z_cast, d, t, dgate = _gradient_of_y(inputs, weight, col, cols, mask, ACT, LLAMA, COLS_MASKED)
             if dx_ptr is not None:
                 if not LOOP:
                     tz = tl.sum(t * z, axis=1)
@@ -396,8 +396,8 @@ def gated_norm_backward_kernel(
                 tl.store(dgate_ptr + dgate_off[:, None] + col[None, :], rounded, mask=mask)
             if dweight_ptr is not None:
                 if LOOP:
-                    add_to(dweight_ptr + sums_off, tl.sum(d * seen, axis=0), begin > first, col, cols)
+                    add_to(dweight_ptr + sums_off, tl.sum(d * z_cast, axis=0), begin > first, col, cols)
                 else:
-                    sums += d * seen  # both are zero past the last row and column
+                    sums += d * z_cast  # both are zero past the last row and column
     if dweight_ptr is not None and not LOOP:
-        tl.store(dweight_ptr + sums_off + piece, tl.sum(sums, axis=0), mask=piece < cols)
+        tl.store(dweight_ptr + sums_off + lane, tl.sum(sums, axis=0), mask=lane < cols)

@@ -1,4 +1,4 @@
-"""The launches of gated norms and their backward."""
+"""Launches of gated norms and their backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .kernels import gated_norm_backward_kernel, gated_norm_kernel, gated_norm_s
 
 
 class GroupConfig(NamedTuple):
-    """How groups are cut: a program has `rows` of them, `tile` columns at a time, in a loop if a group has more."""
+    """Tiling of groups: `rows` groups per program, `tile` columns at a time, in a loop over longer groups."""
 
     rows: int
     tile: int
@@ -35,11 +35,11 @@ def group_config(
         return GroupConfig(
             1, cpu_tile(cols, 128, 4096 if backward else 1024), 4
         )  # 128: a block of any format
-    # The group rounded up to a power of two, as far as registers hold it: backward has three tiles and a sum.
+    # The group rounded up to a power of two, as far as registers allow: the backward holds three tiles and a sum.
     tile = max(1 << max(cols - 1, 0).bit_length(), smallest_tile, 64)
-    most = 8192 if backward else 16384
-    loop = tile > most
-    tile = min(tile, most // 2 if loop else most)
+    limit = 8192 if backward else 16384
+    loop = tile > limit
+    tile = min(tile, limit // 2 if loop else limit)
     # Where accesses are one element wide, addresses take more registers than the elements.
     rows = max(1, (1024 if backward else 2048) // (4 if align == 1 else 1) // tile)
     return GroupConfig(rows, tile, tile_warps(rows * tile * (2 if loop and backward else 1), target))
@@ -47,8 +47,8 @@ def group_config(
 
 @remembered
 def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """(second, third, three strides of each tensor): how kernels count the groups of tensors of this shape, and where
-    those of each tensor lie; None if that takes more than three dimensions, or if the numbers of a group are apart."""
+    """Return (second, third, three strides per tensor): the dimensions in which kernels index the groups of tensors of
+    this shape; None if that takes more than three dimensions, or if the elements of a group are not contiguous."""
     *sizes, cols = shape
     if cols > 1 and any(stride[-1] != 1 for stride in strides):
         return None
@@ -63,13 +63,13 @@ def _levels(shape: tuple[int, ...], groups: int, *strides: tuple[int, ...]) -> t
     if len(merged) > 3:
         return None
     merged = [(1, [0] * len(strides))] * (3 - len(merged)) + merged
-    found = [merged[1][0], merged[2][0]]
+    levels = [merged[1][0], merged[2][0]]
     for i in range(len(strides)):
-        found += [steps[i] for _, steps in merged]
-    return tuple(found)
+        levels += [steps[i] for _, steps in merged]
+    return tuple(levels)
 
 
-# What kernels call the numbers of `_levels`. Interned names are quicker to pass.
+# Kernel parameters for the values of `_levels`. Interned names are faster to pass.
 _LEVELS = (
     "second",
     "third",
@@ -82,23 +82,23 @@ _LEVELS = (
 
 
 def _named(levels: tuple[int, ...]) -> dict[str, int]:
-    """The levels of x and the gate, or of these, dy and dx, by name."""
+    """Name the levels of x and the gate, or of these, dy and dx."""
     return dict(zip(_LEVELS, levels, strict=False))
 
 
 def _strides_in_order(x: Tensor, transpose: bool) -> tuple[int, ...]:
-    """The strides of `in_order(x, transpose)`. Kernels take no more than these and the address, which is x's."""
+    """Return the strides of `in_order(x, transpose)`. Kernels need only these and x's address."""
     if not transpose:
         return x.stride()
     first, second, *rest = x.stride()
     return second, first, *rest
 
 
-def _laid_out(
+def _inputs_and_levels(
     groups: int, transpose: bool, x: Tensor, read: tuple[Tensor, ...], written: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """x and other tensors that are read, with their `_levels` and those of the gradient of x that is written; copies of
-    those that lie in too many ways. The one that is written has no gaps. x and its gradient are transposed, or not."""
+    """Return x and the other inputs, with their `_levels` and those of the gradient of x, which is `written`. Inputs
+    whose strides fit no levels are copied; `written` is contiguous. `transpose` applies to x and its gradient."""
     shape = read[0].shape
     rest = [] if written is None else [_strides_in_order(written, transpose)]
     levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
@@ -111,7 +111,7 @@ def _laid_out(
 
 
 def _within_groups(format: Format, groups: int, cols: int) -> bool:
-    """Whether no block of the row-wise copy reaches from one group into the next."""
+    """Return whether no block of the row-wise copy spans two groups."""
     if format.block == "128x128":
         return False
     if groups == 1:
@@ -120,7 +120,7 @@ def _within_groups(format: Format, groups: int, cols: int) -> bool:
 
 
 class _Layout(NamedTuple):
-    """Where the groups of x and of the gate lie."""
+    """Sizes and strides of the groups of x and of the gate."""
 
     rows: int  # groups of all tokens
     cols: int  # of a group
@@ -129,18 +129,18 @@ class _Layout(NamedTuple):
 
     @property
     def align(self) -> int:
-        """Of which the columns of a group and all strides are multiples."""
+        """Alignment that divides the columns of a group and all strides: 16, 8 or 1."""
         return align_of(self.cols, *self.levels[2:])
 
 
 class _Pass(NamedTuple):
-    """What a pass over groups makes, as far as it decides the launch."""
+    """Options of a pass over groups that determine its launch."""
 
     smallest_tile: int = 1
     format: str | None = None  # of the row-wise copy
     cast: int = 0
-    static: bool = False  # the scale is given
-    known: bool = False  # the statistics are given
+    static: bool = False  # the caller passed the scale
+    has_stats: bool = False  # an earlier pass has stored the statistics
     strides: tuple[int, ...] = (0, 0)  # of the scales of the copy
 
 
@@ -148,19 +148,21 @@ _PLAIN = _Pass()
 
 
 @remembered
-def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities, made: _Pass) -> BoundLaunch:
-    """A pass over groups."""
+def _groups_launch(
+    layout: _Layout, act: str, casting: str, target: Capabilities, pass_: _Pass
+) -> BoundLaunch:
+    """Return the launch of a pass over groups."""
     align = layout.align
-    config = group_config(layout.cols, made.smallest_tile, False, align, target)
+    config = group_config(layout.cols, pass_.smallest_tile, False, align, target)
     launch = Launch.of(
         gated_norm_kernel,
         num_warps=config.num_warps,
         ACT=act,
         LLAMA=casting == "llama",
-        FORMAT=made.format and Format.of(made.format),
-        CAST=made.cast,
-        STATIC=made.static,
-        KNOWN=made.known,
+        FORMAT=pass_.format and Format.of(pass_.format),
+        CAST=pass_.cast,
+        STATIC=pass_.static,
+        KNOWN=pass_.has_stats,
         ROWS=config.rows,
         TILE=config.tile,
         LOOP=config.tile < layout.cols,
@@ -169,7 +171,7 @@ def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities
     )
     rows, cols, groups, levels = layout
     programs = -(-rows // config.rows)
-    scale_row_stride, scale_col_stride = made.strides
+    scale_row_stride, scale_col_stride = pass_.strides
     return launch.bind(
         (programs, 1, 1),
         bound=programs * config.rows,
@@ -183,19 +185,19 @@ def _groups_launch(layout: _Layout, act: str, casting: str, target: Capabilities
 
 
 class _GatedNorm:
-    """One call: where its tensors lie, and its passes."""
+    """Layout and passes of one call."""
 
     def __init__(self, o: GatedNormOutputs, a: GatedNormArgs) -> None:
         self.o, self.a = o, a
         width = a.gate.shape[-1]
         self.target = capabilities_of(a.x.device)
         self.weight = contiguous(a.weight)
-        (self.x, self.gate), levels = _laid_out(a.groups, a.transpose, a.x, (a.gate,))
+        (self.x, self.gate), levels = _inputs_and_levels(a.groups, a.transpose, a.x, (a.gate,))
         self.layout = _Layout(a.gate.numel() // width * a.groups, width // a.groups, a.groups, levels)
         self.rstd = o.rstd
 
-    def plain(self, y: Tensor, made: _Pass = _PLAIN) -> None:
-        _groups_launch(self.layout, self.a.act, self.a.casting, self.target, made)(
+    def plain(self, y: Tensor, pass_: _Pass = _PLAIN) -> None:
+        _groups_launch(self.layout, self.a.act, self.a.casting, self.target, pass_)(
             *gated_norm_kernel.tensors(
                 x_ptr=self.x,
                 gate_ptr=self.gate,
@@ -214,37 +216,39 @@ class _GatedNorm:
         self.cast = cast_mode(self.target)
         direct = _within_groups(f, a.groups, self.layout.cols)
         if f.block == "row" and not direct:
-            # One scale for several groups: y is stored in fp32 and then quantised.
+            # One scale covers several groups: store y in fp32 and then quantize it.
             y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
             self.plain(y, _Pass(f.group, cast=self.cast, static=a.result.scale is not None))
             quantize_into(o.result, a.result, y)
             return
         by_tensor = f.needs_tensor_amax and a.result.scale is None
         if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
-            # There is more than one pass, and the later ones read the statistics that the first one writes.
+            # Of several passes, the later ones read the statistics that the first one writes.
             self.rstd = torch.empty(self.layout.rows, dtype=torch.float32, device=self.x.device)
         make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def groups_pass(
-        self, copy: Codes | None, given: Tensor | None, wants_amax: bool, known: bool
+        self, copy: Codes | None, scale_source: Tensor | None, wants_amax: bool, has_stats: bool
     ) -> Tensor | None:
-        a, to = self.a, self.a.result
+        a, options = self.a, self.a.result
         data, data_scale, _, *strides = copy_arguments(copy)
-        format = None if copy is None else to.format
-        made = _Pass(self.format.group, format, self.cast, to.scale is not None, known, tuple(strides))
-        launch = _groups_launch(self.layout, a.act, a.casting, self.target, made)
+        format = None if copy is None else options.format
+        pass_ = _Pass(
+            self.format.group, format, self.cast, options.scale is not None, has_stats, tuple(strides)
+        )
+        launch = _groups_launch(self.layout, a.act, a.casting, self.target, pass_)
         partials = (
             torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
         )
         gate, weight = self.gate, self.weight
-        if copy is None and partials is None:  # computes the statistics alone
+        if copy is None and partials is None:  # only the statistics
             gate = weight = None  # type: ignore[assignment]
         launch(
             *gated_norm_kernel.tensors(
                 x_ptr=self.x,
                 gate_ptr=gate,
                 weight_ptr=weight,
-                given_ptr=given if copy else None,
+                given_ptr=scale_source if copy else None,
                 rstd_ptr=self.rstd,
                 amax_ptr=partials,
                 data_ptr=data,
@@ -256,7 +260,7 @@ class _GatedNorm:
         return partials
 
     def stripes_pass(
-        self, row: Codes | None, col: Codes | None, given: Tensor | None, wants_amax: bool
+        self, row: Codes | None, col: Codes | None, scale_source: Tensor | None, wants_amax: bool
     ) -> Tensor | None:
         rows, cols, groups, levels = self.layout
         tokens, width, align = rows // groups, cols * groups, self.layout.align
@@ -284,7 +288,7 @@ class _GatedNorm:
                 x_ptr=self.x,
                 gate_ptr=self.gate,
                 weight_ptr=self.weight,
-                given_ptr=given,
+                given_ptr=scale_source,
                 rstd_ptr=self.rstd,
                 amax_ptr=partials,
                 bound=stripes * STRIPE * groups,
@@ -304,13 +308,12 @@ def launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) 
     groups, width = a.groups, a.gate.shape[-1]
     cols, tokens = width // groups, a.gate.numel() // width
     target = capabilities_of(a.x.device)
-    (x, gate, dy), levels = _laid_out(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
+    (x, gate, dy), levels = _inputs_and_levels(groups, a.transpose, a.x, (a.gate, a.dy), o.x)
     if o.x is None:
         levels = (*levels, 0, 0, 0)
     align = align_of(cols, *levels[2:])
     config = group_config(cols, 1, True, align, target)
-    # Four programs for each multiprocessor, shared out evenly among the groups; no more than a group has tiles of
-    # tokens.
+    # Four programs per multiprocessor, divided evenly among the groups; at most one per tile of tokens.
     parts = min(-(-tokens // config.rows), max(1, -(-target.multiprocessors * 4 // groups)))
     program_tokens = -(-tokens // parts)
     program_tokens = -(-program_tokens // config.rows) * config.rows

@@ -1,4 +1,4 @@
-"""Gated norms in plain PyTorch: the definition of right."""
+"""Reference gated norms in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .arguments import GatedNormArgs, GatedNormBackwardArgs, GatedNormGradients,
 
 
 def in_order(x: Tensor, transpose: bool) -> Tensor:
-    """A view of x with its rows in the order of the rows of y."""
+    """View x with its rows in the order of y's."""
     return x.transpose(0, 1) if transpose else x
 
 
 def _by_group(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """[rows, groups, columns of a group]."""
+    """Return x as [rows, groups, columns of a group]."""
     return x.reshape(count_rows(x), groups, x.shape[-1] // groups).to(dtype)
 
 
 def _rounded(value: Tensor, a: GatedNormArgs | GatedNormBackwardArgs, *factors: Tensor) -> Tensor:
-    """With casting="llama" the value as PyTorch stores the product of these factors."""
+    """Round the value, with casting="llama", to the dtype in which PyTorch stores the product of these factors."""
     if a.casting != "llama":
         return value
     dtype = functools.reduce(torch.promote_types, [factor.dtype for factor in factors])
@@ -38,8 +38,8 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
     z = h * r
     w = 1.0 if a.weight is None else (a.weight.to(dtype) + a.weight_offset).view(groups, -1)
     f, slope = activation_reference(g, a.act)
-    seen = _rounded(z, a, a.x)  # as the weight multiplies it
-    weighted = seen if a.weight is None else _rounded(seen * w, a, a.x, a.weight)
+    z_cast = _rounded(z, a, a.x)  # as the weight multiplies it
+    weighted = z_cast if a.weight is None else _rounded(z_cast * w, a, a.x, a.weight)
     dx = dgate = dweight = None
     if a.needs.x:
         t = d * f * w
@@ -48,12 +48,12 @@ def gated_norm_backward_reference(a: GatedNormBackwardArgs) -> GatedNormGradient
     if a.needs.gate:
         dgate = (d * weighted * slope).to(a.gate.dtype).view(a.gate.shape)
     if a.needs.weight and a.weight is not None:
-        dweight = (d * f * seen).sum(0).flatten().to(a.weight.dtype)
+        dweight = (d * f * z_cast).sum(0).flatten().to(a.weight.dtype)
     return GatedNormGradients(dx, dgate, dweight)
 
 
 def gated_norm_reference(a: GatedNormArgs) -> GatedNormOutputs:
-    """The definition."""
+    """Compute a gated norm; this defines what the kernels compute."""
     dtype = compute_dtype(a.x)
     h = _by_group(in_order(a.x, a.transpose), a.groups, dtype)
     rstd = 1.0 / torch.sqrt(h.square().mean(2) + a.eps)

@@ -1,4 +1,4 @@
-"""What `apply` takes modules for: it must not be wrong, leave traces, or report what is never reached."""
+"""Recognition of modules by `apply`: it must not be wrong, leave traces, or report what is never reached."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'wef
 import weft.integrations
 from tests.integrations import zoo
 from tests.integrations.tiny import batch, build, distance, step
-from weft.integrations.recognise import recognise_experts, recognise_mlp, recognise_norm, recognise_router
-from weft.integrations.rotations import RotaryOptions, recognise_rotary
+from weft.integrations.recognize import recognize_experts, recognize_mlp, recognize_norm, recognize_router
+from weft.integrations.rotations import RotaryOptions, recognize_rotary
 from weft.integrations.trials import LeftAlone
 
 # ---- dropout and other randomness -----------------------------------------------------------------------
 
 
 class MLP(nn.Module):
-    """A gated feed-forward layer, with something after its activation."""
+    """Gated feed-forward layer, with something after its activation."""
 
     def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Shift(nn.Module):
-    """Something that is only done in training."""
+    """Operation that is only done in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1.0 if self.training else x
@@ -51,15 +51,15 @@ class Noise(nn.Module):
 @pytest.mark.parametrize("between", [nn.Dropout(0.1), Shift(), Noise()], ids=["dropout", "mode", "noise"])
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_in_a_gated_layer_is_not_lost(between: nn.Module, training: bool) -> None:
-    """Whichever mode the model is in when it is applied to."""
-    assert recognise_mlp(MLP()).unit.act == "silu"
+    """Dropout is detected whichever mode the model is in at `apply`."""
+    assert recognize_mlp(MLP()).unit.act == "silu"
     module = MLP(between).train(training)
     with pytest.raises(LeftAlone, match="something else in training"):
-        recognise_mlp(module)
+        recognize_mlp(module)
 
 
 class Adapted(nn.Linear):
-    """A projection with an adapter that drops inputs."""
+    """Projection with an adapter that drops inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(functional.dropout(x, 0.3, self.training))
@@ -73,7 +73,7 @@ class UpFirst(MLP):
 
 @pytest.mark.parametrize("kind", [MLP, UpFirst])
 def test_adapters_draw_the_same_random_numbers(kind: type[MLP]) -> None:
-    """Projections are called in the order in which the module calls them."""
+    """Projections are called in the module's own order."""
     model = nn.Sequential(kind()).train()
     for name in ("gate_proj", "up_proj"):
         setattr(model[0], name, Adapted(8, 16))
@@ -89,7 +89,7 @@ def test_adapters_draw_the_same_random_numbers(kind: type[MLP]) -> None:
 
 
 class Twice(MLP):
-    """Its gate goes twice through the same projection, which the trial cannot tell from once."""
+    """Layer that calls its gate projection twice, which the trial cannot distinguish from once by results."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.gate_proj(x)
@@ -98,17 +98,17 @@ class Twice(MLP):
 
 def test_a_layer_that_calls_a_projection_twice_is_left_alone() -> None:
     with pytest.raises(LeftAlone, match="once"):
-        recognise_mlp(Twice())
+        recognize_mlp(Twice())
 
 
 def test_dropout_in_experts_and_noise_in_routers_are_not_lost() -> None:
     modules = {type(module).__name__: module for module in build("qwen3_moe").modules()}
     experts, router = modules["Qwen3MoeExperts"], modules["Qwen3MoeTopKRouter"]
-    assert recognise_experts(experts).act == "silu"
+    assert recognize_experts(experts).act == "silu"
     experts.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
     with pytest.raises(LeftAlone, match="something else in training"):
-        recognise_experts(experts)
-    recognise_router(router)
+        recognize_experts(experts)
+    recognize_router(router)
 
     class Jitter(type(router)):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor) -> Any:
@@ -117,14 +117,14 @@ def test_dropout_in_experts_and_noise_in_routers_are_not_lost() -> None:
 
     router.__class__ = Jitter
     with pytest.raises(LeftAlone, match="something else in training"):
-        recognise_router(router)
+        recognize_router(router)
 
 
 # ---- state ----------------------------------------------------------------------------------------------
 
 
 class CountingNorm(nn.Module):
-    """A norm that keeps count in a buffer, in an attribute and in a list."""
+    """Norm that counts calls in a buffer, in an attribute and in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class CountingNorm(nn.Module):
 
 
 def test_trying_leaves_no_traces() -> None:
-    """Neither in running statistics, buffers and attributes, nor in modes and random numbers, nor by hooks."""
+    """Running statistics, buffers, attributes, modes, random states and hooks are untouched."""
     mlp = MLP(nn.Sequential(nn.BatchNorm1d(16), CountingNorm()))
     model = nn.Sequential(nn.BatchNorm1d(8).bfloat16(), CountingNorm(), mlp, MLP(nn.Dropout(0.5)))
     model[0].eval()
@@ -165,15 +165,15 @@ def test_trying_leaves_no_traces() -> None:
 
 
 def test_norms_of_other_dimensions_are_left_alone() -> None:
-    """GroupNorm(1, C) of rows is a layer norm, and of images another one."""
+    """GroupNorm(1, C) is a layer norm for rows, but not for images."""
     for module in (nn.GroupNorm(1, 16), nn.InstanceNorm1d(16, affine=True), nn.BatchNorm1d(16)):
         with pytest.raises(LeftAlone):
-            recognise_norm(module)
-    assert recognise_norm(nn.LayerNorm(16)).kind == "layer"
+            recognize_norm(module)
+    assert recognize_norm(nn.LayerNorm(16)).kind == "layer"
 
 
 class ScaledNorm(nn.Module):
-    """An RMSNorm times a factor that is kept somewhere."""
+    """RMSNorm times a factor that is stored somewhere."""
 
     def __init__(self, factor: float, where: str) -> None:
         super().__init__()
@@ -197,23 +197,23 @@ class ScaledNorm(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["buffer", "private", "function", "dictionary"])
-def test_norms_that_differ_have_verdicts_of_their_own(where: str) -> None:
+def test_norms_that_differ_have_separate_verdicts(where: str) -> None:
     model = nn.Sequential(ScaledNorm(1.0, where), ScaledNorm(2.0, where))
     x = torch.randn(4, 8)
     wanted = [module(x) for module in model]
     report = weft.integrations.apply(model, loss=False)
     assert report.changed == ["0"]
-    for module, its in zip(model, wanted, strict=True):
-        torch.testing.assert_close(module(x), its)
+    for module, expected in zip(model, wanted, strict=True):
+        torch.testing.assert_close(module(x), expected)
 
 
-def test_norms_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.integrations import recognise
+def test_equal_norms_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.integrations import recognize
 
     tried = []
-    attempt = recognise._try_norm
+    attempt = recognize._try_norm
     monkeypatch.setattr(
-        recognise, "_try_norm", lambda module, shapes: (tried.append(module), attempt(module, shapes))[1]
+        recognize, "_try_norm", lambda module, shapes: (tried.append(module), attempt(module, shapes))[1]
     )
     weft.integrations.apply(
         nn.Sequential(*(nn.LayerNorm(8) for _ in range(9)), nn.LayerNorm(8, eps=1e-3)), loss=False
@@ -222,7 +222,7 @@ def test_norms_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class NoWeight(nn.Module):
-    """OLMo's norm: no parameters, and a size."""
+    """OLMo's norm: no parameters, but a size."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -232,12 +232,12 @@ class NoWeight(nn.Module):
         return functional.layer_norm(x, self.normalized_shape, None, None, self.eps)
 
 
-def test_a_norm_without_parameters_is_tried_in_its_size() -> None:
-    assert recognise_norm(NoWeight(96)).kind == "layer"
+def test_a_norm_without_parameters_is_tried_at_its_size() -> None:
+    assert recognize_norm(NoWeight(96)).kind == "layer"
 
 
 class UnusedNorm(nn.Module):
-    """FalconMamba's: a norm that has a weight and does not multiply by it."""
+    """FalconMamba's norm: it has a weight but does not multiply by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_a_weight_that_a_norm_does_not_use_is_not_used() -> None:
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate after it, as Qwen3-Next's, or before it, as Mamba 2's."""
+    """Norm with a gate after it, like Qwen3-Next's, or before it, like Mamba 2's."""
 
     def __init__(self, after: bool) -> None:
         super().__init__()
@@ -290,10 +290,14 @@ def test_a_gated_norm_is_computed_with_its_gate_or_left_alone() -> None:
     own = GatedNorm.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GatedNorm, "forward", lambda *args: (calls.update([len(args) == 3]), own(*args))[1])
-        found = model[0](x, gate), model[0](x), *torch.autograd.grad(model[0](x, gate).sum(), (x, gate))
-    assert calls == {False: 1}, "called without a gate, it is the module's own"
-    for mine, its in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+        actual_results = (
+            model[0](x, gate),
+            model[0](x),
+            *torch.autograd.grad(model[0](x, gate).sum(), (x, gate)),
+        )
+    assert calls == {False: 1}, "without a gate, the module's own forward runs"
+    for actual, expected in zip(actual_results, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 class ResidualNorm(nn.Module):
@@ -311,7 +315,7 @@ class Layered(MLP):
 
 
 def test_forwards_with_more_arguments_are_left_alone() -> None:
-    """A model that uses them would never reach Weft, whatever the report says."""
+    """A model that uses these arguments would never reach Weft, whatever the report says."""
     report = weft.integrations.apply(nn.ModuleDict({"norm": ResidualNorm(), "mlp": Layered()}), loss=False)
     assert report.left == {
         "norm": "its forward takes more than one argument: residual",
@@ -323,19 +327,19 @@ def test_forwards_with_more_arguments_are_left_alone() -> None:
 
 
 def apply_rotary_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The first numbers of a head, as many as the tables have."""
+    """Rotate the first elements of a head, as many as the tables have."""
     cos, sin, dim = cos[:, None], sin[:, None], cos.shape[-1]
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         rotated, rest = x[..., :dim], x[..., dim:]
         half = torch.cat([-rotated[..., dim // 2 :], rotated[..., : dim // 2]], -1)
         return torch.cat([rotated * cos + half * sin, rest], -1)
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)
 
 
 def apply_rotary_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The last numbers of a head, which Weft's option does not do."""
+    """Rotate the last elements of a head, which Weft's option does not do."""
     flipped = apply_rotary_first(q.flip(-1), k.flip(-1), cos, sin)
     return flipped[0].flip(-1), flipped[1].flip(-1)
 
@@ -360,36 +364,36 @@ def test_partial_rotations_reach_weft(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(2, 4, 5, 32), torch.randn(2, 1, 5, 32)
     angles = torch.randn(2, 5, 8)
     tables = torch.cat([angles, angles], -1)
-    given = (q, k, tables.cos(), tables.sin())
-    wanted = model[0](*given)
+    inputs = (q, k, tables.cos(), tables.sin())
+    wanted = model[0](*inputs)
     report = weft.integrations.apply(model, rope=True, loss=False)
     assert report.count("rope") == 1
     calls = []
     own = RotaryOptions.__call__
     monkeypatch.setattr(RotaryOptions, "__call__", lambda *args: (calls.append(args), own(*args))[1])
-    for mine, its in zip(model[0](*given), wanted, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(model[0](*inputs), wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert len(calls) == 1
 
 
-def test_rotations_that_weft_would_not_be_asked_for_are_left_alone() -> None:
-    (options,) = recognise_rotary(Attention())
+def test_rotations_that_weft_would_not_reach_are_left_alone() -> None:
+    (options,) = recognize_rotary(Attention())
     assert options.partial
     assert not options.fits(torch.zeros(2, 4, 5, 32), torch.zeros(2, 5, 8, requires_grad=True))
     with pytest.raises(
         LeftAlone, match=r"apply_rotary_first\(q, k, cos=cos, sin=sin\), with other arguments"
     ):
-        recognise_rotary(Named())
+        recognize_rotary(Named())
     with pytest.raises(LeftAlone, match="none of the options of rope"):
-        recognise_rotary(Last())
+        recognize_rotary(Last())
 
 
 def test_rotations_of_a_model_that_does_not_rotate_are_not_reported() -> None:
-    """Attention layers could rotate, and the configuration has no rotary embedding."""
+    """Attention layers could rotate, but the configuration has no rotary embedding."""
     one = next(one for one in zoo.entries() if one.name == "GraniteMoeHybridForCausalLM")
     model = zoo.build(one)
     assert weft.integrations.apply(model, rope=True).count("rope") == 0
-    with pytest.raises(ValueError, match="no attention was found for rope"):
+    with pytest.raises(ValueError, match="no attention rotates by a function"):
         weft.integrations.apply(model, rope=True, strict=True)
 
 
@@ -397,7 +401,7 @@ def test_rotations_of_a_model_that_does_not_rotate_are_not_reported() -> None:
 
 
 def hooked(model: nn.Module, calls: Counter[str]) -> nn.Module:
-    """Hooks on every module that change what goes in, what comes out, and the gradients."""
+    """Register hooks on every module that change inputs and outputs, and count calls."""
 
     def hook(name: str, module: nn.Module) -> None:
         def before(_: nn.Module, inputs: Any) -> Any:
@@ -422,17 +426,17 @@ def hooked(model: nn.Module, calls: Counter[str]) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_hooks_run_once_and_count(name: str) -> None:
-    """On norms, feed-forward layers, their projections and activations, experts and the head."""
-    theirs: Counter[str] = Counter()
-    mine: Counter[str] = Counter()
-    loss, gradients = step(hooked(build(name), theirs))
+def test_hooks_run_once_and_affect_results(name: str) -> None:
+    """Hooks are on norms, feed-forward layers, their projections and activations, experts and the head."""
+    model_calls: Counter[str] = Counter()
+    weft_calls: Counter[str] = Counter()
+    loss, gradients = step(hooked(build(name), model_calls))
     model = build(name)
     weft.integrations.apply(model, strict=True)
-    found, grads = step(hooked(model, mine))
-    assert mine == theirs
-    assert theirs["after lm_head"] == theirs["backward lm_head"] == 1
-    assert any("act_fn" in key for key in theirs)
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
+    weft_loss, grads = step(hooked(model, weft_calls))
+    assert weft_calls == model_calls
+    assert model_calls["after lm_head"] == model_calls["backward lm_head"] == 1
+    assert any("act_fn" in key for key in model_calls)
+    torch.testing.assert_close(weft_loss, loss, rtol=1e-6, atol=1e-6)
     assert distance(grads, gradients) < 5e-6
     assert abs(loss - step(build(name), batch())[0]) > 1e-4, "hooks change something"

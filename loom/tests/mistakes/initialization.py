@@ -1,6 +1,6 @@
-"""Memory from `torch.empty` that is read before anything was written to it.
+"""Reads of memory from `torch.empty` that was never written.
 
-Mostly the mistake is in the kernel that leaves memory unwritten, and shows in the next one, which reads it.
+Usually the mistake is in the kernel that leaves memory unwritten, and shows in the next one, which reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mistakes.catalogue import Outcome, mistake
 
-UNINITIALISED = "uninitialised read"
+UNINITIALIZED = "uninitialized read"
 IGNORED = -100
 
 
@@ -38,7 +38,7 @@ def double_rows(x_ptr, y_ptr, M, ROWS: tl.constexpr = 4, COLS: tl.constexpr = 16
     tl.store(y_ptr + off, 2 * tl.load(x_ptr + off, mask=rows < M), mask=rows < M)
 
 
-@mistake("C5", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C5", sum_all, UNINITIALIZED, "x_ptr")
 def floored_grid_drops_rows(fixed: bool) -> Outcome:
     x, y = torch.randn(10, 16), torch.empty(10, 16)
     double_rows[(triton.cdiv(10, 4) if fixed else 10 // 4,)](x, y, 10)
@@ -52,7 +52,7 @@ def double_row(x_ptr, y_ptr, N, FIXED: tl.constexpr, STEP: tl.constexpr = 16):
         tl.store(y_ptr + cols, 2 * tl.load(x_ptr + cols, mask=cols < N), mask=cols < N)
 
 
-@mistake("C7", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C7", sum_all, UNINITIALIZED, "x_ptr")
 def floored_steps_drop_columns(fixed: bool) -> Outcome:
     x, y = torch.randn(40), torch.empty(40)
     double_row[(1,)](x, y, 40, FIXED=fixed)
@@ -67,7 +67,7 @@ def double_narrow_rows(x_ptr, y_ptr, ROWS_PER_STEP: tl.constexpr, COLS: tl.const
         tl.store(y_ptr + off, 2 * tl.load(x_ptr + off))
 
 
-@mistake("C4", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C4", sum_all, UNINITIALIZED, "x_ptr")
 def no_rows_per_step(fixed: bool) -> Outcome:
     x, y = torch.randn(4, 32), torch.empty(4, 32)
     warps = 32
@@ -89,7 +89,7 @@ def cross_entropy(logits_ptr, label_ptr, loss_ptr, FIXED: tl.constexpr, VOCAB: t
     tl.store(loss_ptr + row, peak + tl.log(tl.sum(tl.exp(logits - peak))) - target)
 
 
-@mistake("C8", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C8", sum_all, UNINITIALIZED, "x_ptr")
 def early_return_leaves_the_loss(fixed: bool) -> Outcome:
     logits, label, loss = torch.randn(4, 32), torch.tensor([3, IGNORED, 31, IGNORED]), torch.empty(4)
     cross_entropy[(4,)](logits, label, loss, FIXED=fixed)
@@ -107,7 +107,7 @@ def scale_groups(x_ptr, weight_ptr, end_ptr, y_ptr, groups, FIXED: tl.constexpr,
     tl.store(y_ptr + row * COLS + cols, weight * x, mask=(group < groups) | FIXED)
 
 
-@mistake("C1", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C1", sum_all, UNINITIALIZED, "x_ptr")
 def rows_past_the_last_group(fixed: bool) -> Outcome:
     x, y = torch.randn(12, 16), torch.empty(12, 16)
     weight, ends = torch.randn(3), torch.tensor([4, 4, 9])
@@ -125,7 +125,7 @@ def matmul(a_ptr, b_ptr, c_ptr, K, FIXED: tl.constexpr, TILE: tl.constexpr = 16)
     tl.store(c_ptr + rows * TILE + cols, tl.dot(a, b, input_precision="ieee"))
 
 
-@mistake("C3", sum_all, UNINITIALISED, "x_ptr")
+@mistake("C3", sum_all, UNINITIALIZED, "x_ptr")
 def product_of_nothing(fixed: bool) -> Outcome:
     totals, wants = [], []
     for k in (8, 0):
@@ -144,7 +144,7 @@ def row_scales(x_ptr, scale_ptr, M, FIXED: tl.constexpr, PADDED: tl.constexpr = 
     tl.store(scale_ptr + rows, tl.max(tl.abs(x), axis=1), mask=(rows < M) | FIXED)
 
 
-@mistake("A9", sum_all, UNINITIALISED, "x_ptr")
+@mistake("A9", sum_all, UNINITIALIZED, "x_ptr")
 def padding_of_the_scales(fixed: bool) -> Outcome:
     x, scale = torch.randn(10, 8), torch.empty(16)
     row_scales[(1,)](x, scale, 10, FIXED=fixed)
@@ -172,7 +172,7 @@ def softmax_backward(x_ptr, peak_ptr, dy_ptr, dx_ptr, COLS: tl.constexpr = 32):
     tl.store(dx_ptr + off, y * (dy - tl.sum(y * dy)))
 
 
-@mistake("C6", softmax_backward, UNINITIALISED, "peak_ptr")
+@mistake("C6", softmax_backward, UNINITIALIZED, "peak_ptr")
 def statistic_never_saved(fixed: bool) -> Outcome:
     x, dy = torch.randn(4, 32, requires_grad=True), torch.randn(4, 32)
     y, peak, dx = torch.empty(4, 32), torch.empty(4), torch.empty(4, 32)
@@ -192,7 +192,7 @@ def add_up_rows(x_ptr, total_ptr, M, COLS: tl.constexpr = 16):
         tl.store(total_ptr + cols, tl.load(total_ptr + cols) + x)  # <- caught
 
 
-@mistake("C7", add_up_rows, UNINITIALISED, "total_ptr")
+@mistake("C7", add_up_rows, UNINITIALIZED, "total_ptr")
 def sum_that_starts_anywhere(fixed: bool) -> Outcome:
     x = torch.randn(5, 16)
     total = torch.zeros(16) if fixed else torch.empty(16)
@@ -207,7 +207,7 @@ def add_up_rows_atomically(x_ptr, total_ptr, COLS: tl.constexpr = 16):
     tl.atomic_add(total_ptr + cols, x, sem="relaxed")  # <- caught
 
 
-@mistake("C7", add_up_rows_atomically, UNINITIALISED, "total_ptr")
+@mistake("C7", add_up_rows_atomically, UNINITIALIZED, "total_ptr")
 def atomic_sum_that_starts_anywhere(fixed: bool) -> Outcome:
     x = torch.randn(5, 16)
     total = x.new_zeros(16) if fixed else x.new_empty(16)
