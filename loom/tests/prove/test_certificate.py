@@ -20,6 +20,7 @@ from triton_loom.prove import (
     Report,
     UnsoundProof,
     cdiv,
+    certificate,
     compiling,
     coverage,
     obligations,
@@ -31,6 +32,7 @@ from triton_loom.prove.linear import Linear
 from triton_loom.prove.obligations import Access
 from triton_loom.prove.proving import Prover
 from triton_loom.prove.scope import Scope
+from triton_loom.prove.solver import solve
 
 n, m = symbol("n", 1, 1000), symbol("m", 1, 1000)
 Mistake = Callable[[pytest.MonkeyPatch], None]
@@ -315,6 +317,13 @@ def test_a_kernel_may_write_the_fill_value() -> None:
 def below_a_difference(x_ptr, n, k, BLOCK: tl.constexpr):
     off = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
     tl.store(x_ptr + off, 1.0, mask=off < (n - k).to(tl.uint32))
+
+
+def test_sizes_outside_of_the_contract_are_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """z3 gave `cols = 128, group = 1` as a solution of `(group * (cols / (64 * group))) % 16 == 0`."""
+    monkeypatch.setattr(certificate, "_corners", lambda contract, launches: [solve([n == 17])])
+    args = {"x_ptr": Buffer("i8", n), "y_ptr": Buffer("i8", n), "n": n, "BLOCK": 64}
+    assert prove(copy, grid=(cdiv(n, 64),), args=args, assumptions=(n % 16 == 0,)).verdict == "proven"
 
 
 def test_sizes_that_triton_does_not_compile_are_named() -> None:

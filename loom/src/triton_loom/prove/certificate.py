@@ -131,7 +131,7 @@ class _Facts:
         contract, evaluator = self.contract, self.evaluator
         grid = [sizes.value(axis) for axis in contract.grid]
         values = {size.name: sizes.value(size) for size in contract.sizes}
-        if min(grid) < 1:
+        if min(grid) < 1 or not _are_allowed(values, contract):
             return None
         program = [self.draw.randrange(axis) for axis in grid]
         equalities = [size == values[size.name] for size in contract.sizes]
@@ -154,6 +154,12 @@ class _Facts:
     def _bytes(self, sizes: Solution) -> int:
         """Return the size of the largest tensor."""
         return max((sizes.value(b.extent) * b.itemsize for b in self.evaluator.buffers.values()), default=0)
+
+
+def _are_allowed(values: dict[str, int], contract: Contract) -> bool:
+    """Return whether sizes obey the contract. z3's solutions of products and quotients do not always."""
+    numbers = [(size, z3.IntVal(values[size.name])) for size in contract.sizes]
+    return not any(z3.is_false(z3.simplify(z3.substitute(fact, *numbers))) for fact in contract.facts)
 
 
 def _corners(contract: Contract, launches: Search) -> Iterator[Solution]:

@@ -15,9 +15,9 @@ from .arithmetic import requirements
 from .contract import Bool, Buffer, Int
 from .evaluate import Evaluator
 from .scope import integer
-from .solver import QUICK, ask, z3
-from .sums import is_same
+from .solver import z3
 from .values import Dependencies, Dependency, Index, Target, in_type, storage_of
+from .views import within_view
 
 ACCESSES = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 _KNOWN = {*ELEMENTWISE, *SHAPES, *ROOTS, *EFFECTS, *CONTROL, *IGNORED} - {"tt.call"}
@@ -45,6 +45,7 @@ class Obligation:
     shows: tuple[str, Sequence[Int]] = ("", ())  # format of a counterexample, and its numbers
     unknown: str = ""  # why it cannot be decided
     within: tuple[Int, Int] | None = None  # if the goal is 0 <= first < second: these two
+    view: tuple[Int, Buffer] | None = None  # if the goal is that an offset is an element of a strided view
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
         stronger: list[Bool] = []
         goal = flat
         if buffer.dims is not None:
-            stronger, goal = strided(evaluator, target.offset, buffer)
-            goal = z3.And(flat, goal)
+            stronger, digits = within_view(evaluator, target.offset, buffer)
+            goal = z3.And(flat, digits)
         shows = ("element {} of {}", (target.offset, extent))
         within = (target.offset, extent) if buffer.dims is None else None
         yield Obligation(
@@ -202,6 +203,7 @@ def _bounds(evaluator: Evaluator, access: Access) -> Iterator[Obligation]:
             stronger,
             shows,
             within=within,
+            view=(target.offset, buffer) if buffer.dims is not None else None,
         )
         yield Obligation("reached", what, op.origin or op.location, assuming, z3.BoolVal(False), access.lane)
 
@@ -226,48 +228,6 @@ def _descriptors(evaluator: Evaluator, op: Op) -> Iterator[Obligation]:
         storages = {storage_of(evaluator.contract, target.argument) for target in base}
         if op.name in descriptors.STORES or not evaluator.stored.isdisjoint({None, *storages}):
             yield _unknown("race", op.name, place, "tiles that go through descriptors are not compared")
-
-
-def strided(evaluator: Evaluator, offset: Int, buffer: Buffer) -> tuple[list[Bool], Bool]:
-    """Return conditions for an offset to be an element of a view: sufficient ones, and one that may also be necessary.
-
-    The sufficient ones follow the form in which the offset is written. The other, by its digits with respect to the
-    strides, is necessary if no two elements overlap and larger strides come first.
-    """
-    scope = evaluator.scope
-    dims = [tuple(scope.without_division(integer(part)) for part in dim) for dim in buffer.dims or ()]
-    by_form: list[Bool] | None = []
-    digits: list[Bool] = []
-    remaining = by_digits = offset
-    for size, stride in dims:
-        if z3.is_int_value(stride) and stride.as_long() == 0:
-            continue
-        division = scope.divide(by_digits, stride)
-        digits.append(z3.And(division.quotient >= 0, division.quotient < size))
-        by_digits = division.remainder
-        if by_form is not None:
-            parts = _split(remaining, stride, scope)
-            by_form = None if parts is None else [*by_form, z3.And(parts[0] >= 0, parts[0] < size)]
-            remaining = remaining if parts is None else parts[1]
-    exact = z3.And(*digits, by_digits == 0, offset >= 0) if digits else offset == 0
-    return ([] if by_form is None else [z3.And(*by_form, remaining == 0)]), exact
-
-
-def _split(offset: Int, stride: Int, scope: Any) -> tuple[Int, Int] | None:
-    """Split an offset into digit * stride + rest, if it has that form."""
-    if z3.is_int_value(stride):
-        division = scope.divide(offset, stride)
-        return division.quotient, division.remainder
-    if not z3.is_const(stride):
-        return None
-    rest, at_one = (z3.simplify(z3.substitute(offset, (stride, z3.IntVal(n))), som=True) for n in (0, 1))
-    digit = z3.simplify(at_one - rest, som=True)
-    recombined = digit * stride + rest
-    return (
-        (digit, rest)
-        if is_same(offset, recombined) or ask([], offset == recombined, QUICK // 8).verdict == "proven"
-        else None
-    )
 
 
 # ---- arithmetic -------------------------------------------------------------------------------------------------
