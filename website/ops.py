@@ -221,9 +221,9 @@ def arguments(function: Callable[..., Any]) -> str:
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if named:
         since = (
-            "All are given by name."
+            "All arguments are keyword-only."
             if len(named) == len(parameters)
-            else f"From `{named[0]}` on by name alone."
+            else f"`{named[0]}` and later arguments are keyword-only."
         )
         lines += ["", since]
     result = inspect.signature(function).return_annotation
@@ -243,9 +243,10 @@ def page(name: str, function: Callable[..., Any]) -> str:
         f"# {name}",
         introduction(text, function),
         *([f"*Also known as {OTHER_NAMES[name]}.*"] if name in OTHER_NAMES else []),
+        _folded("Signature", f"```python\n{signature(name, function)}\n```"),
         "## Example",
         f"```pycon\n{example}\n```",
-        "This example is a test: what stands below a line is what it printed.",
+        "A test runs this example.",
         "## Arguments",
         arguments(function),
         "## What is computed, and where it is rounded",
@@ -260,6 +261,11 @@ def page(name: str, function: Callable[..., Any]) -> str:
         workloads(name),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _folded(title: str, text: str) -> str:
+    """Return a part that opens when its title is clicked."""
+    return f'??? note "{title}"\n\n' + "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
 def link(name: str) -> str:

@@ -109,7 +109,7 @@ def test_the_limit_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with triton_loom.active(), pytest.raises(triton_loom.SpinError, match=r"limit of 0\.2 s"):
         search[(1,)](torch.zeros(8, dtype=torch.int32), 6)
     monkeypatch.setenv("TRITON_LOOM_SPIN_LIMIT", "soon")
-    with pytest.raises(ValueError, match=r"TRITON_LOOM_SPIN_LIMIT is a number of seconds.*'soon'"):
+    with pytest.raises(ValueError, match=r"TRITON_LOOM_SPIN_LIMIT must be a number of seconds.*'soon'"):
         seconds("TRITON_LOOM_SPIN_LIMIT", default=1)
 
 

@@ -84,7 +84,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: weft.linear_cross_entropy(X, HEAD.t(), LABELS), ValueError, ("[V, H]", "weight.t()"),
     ),
     "q and k to rope": (
-        lambda: rope(Q, K, COS), ValueError, ("(2, 8, 2, 16)", "call rope for each", "qkv_prepare"),
+        lambda: rope(Q, K, COS), ValueError, ("(2, 8, 2, 16)", "call it for each", "qkv_prepare"),
     ),
     "torch's layout of logits": (
         lambda: weft.cross_entropy(torch.randn(2, 10, 5), torch.zeros(2, 5).long()), ValueError,
@@ -154,7 +154,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: weft.Heads(q=4, kv=3, dim=16), ValueError, ("q must be a multiple of kv", "4 and 3"),
     ),
     "heads of q and k": (
-        lambda: weft.qkv_prepare(Q[:, :, :3], K, K), ValueError, ("multiple of those of k", "3 and 2"),
+        lambda: weft.qkv_prepare(Q[:, :, :3], K, K), ValueError, ("multiple of that of k", "3 and 2"),
     ),
     "k in another dtype": (lambda: weft.qkv_prepare(Q, K.half(), K), ValueError, ("k must be float32 like",)),
     "heads by number": (

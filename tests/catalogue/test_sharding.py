@@ -16,15 +16,15 @@ SHARDED = [name for name, op in weft.catalogue.items() if op.shard is not None]
 REFUSED = {
     "columns": "norm: x is placed as [Shard(1)]; its dimension 1 cannot be sharded, since the norm is taken over it. "
     "Redistribute it to Replicate() or Shard(0)",
-    "partial": "x is placed as [Partial(sum)]; each rank has terms of a sum. Redistribute it to Replicate() or "
+    "partial": "x is placed as [Partial(sum)]; each rank holds terms of a sum. Redistribute it to Replicate() or "
     "Shard(0)",
     "a sharded weight": "weight is placed as [Shard(0)]; its dimension 0 cannot be sharded, since the norm is taken "
     "over it. Redistribute it to Replicate()",
-    "another placement": "residual is placed as [Replicate()]; if it were cut here, its gradient would have to be "
+    "another placement": "residual is placed as [Replicate()]; if it were sliced here, its gradient would have to be "
     "gathered. Redistribute it to [Shard(0)]",
     "two placements": "up is placed as [Shard(1)]; that does not match x, which is placed as [Shard(0)]. "
     "Redistribute it to Shard(0)",
-    "a plain weight": "Give a DTensor, distribute_tensor(weight, mesh, [Replicate()])",
+    "a plain weight": "Pass a DTensor, distribute_tensor(weight, mesh, [Replicate()])",
     "one scale": "since e4m3:tensor:te has a scale that depends on the largest element of all ranks. Give the scale (a "
     "delayed or static one), quantize each rank's shard by itself with x.to_local(), or redistribute it to Replicate()",
     "nvfp4": "Quantize each rank's shard by itself with x.to_local(), or redistribute it to Replicate()",
@@ -35,10 +35,10 @@ REFUSED = {
     "gate and up": "it holds gate and up. Pass them separately, as glu(gate, up), or redistribute it to Replicate() or "
     "Shard(0)",
     "experts": "Pass x.to_local() and each rank's own ends",
-    "q, k and v": "Give them apart, or with packing='groups', or redistribute it to Replicate() or Shard(0) or "
+    "q, k and v": "Pass them separately, or with packing='groups', or redistribute it to Replicate() or Shard(0) or "
     "Shard(1)",
     "kv_heads": "cut_kv=1 must be a multiple of the {world} ranks it is sharded over",
-    "no rule": "weft::glu_backward takes no DTensors: give it this rank's tensors, x.to_local()",
+    "no rule": "weft::glu_backward takes no DTensors: pass it this rank's tensors, x.to_local()",
     "out": "weft::norm with out= takes no DTensors",
     "rows of a rank": "weft::unpermute takes no DTensors",
 }

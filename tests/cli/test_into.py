@@ -70,9 +70,9 @@ def test_answers_replace_those_for_the_same_workloads() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weft": "0.0.1"}, f"has weft 0.0.1, this run {__version__}"),
-        ({"target": "gfx942"}, "has target gfx942, this run sm_90"),
-        ({"regions": 64}, "has regions 64, this run 1"),
+        ({"weft": "0.0.1"}, f"has weft 0.0.1, this run has {__version__}"),
+        ({"target": "gfx942"}, "has target gfx942, this run has sm_90"),
+        ({"regions": 64}, "has regions 64, this run has 1"),
     ],
 )
 def test_prove_refuses_a_report_of_another_kind(

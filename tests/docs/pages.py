@@ -88,4 +88,4 @@ def run_text(text: str, directory: Path, forks: Forks | None) -> str:
 
 def guide() -> list[str]:
     """Return the commands of "Writing an op", in order. They run in a checkout that contains the op."""
-    return [command for command, _ in lines(WRITING)]
+    return [command for command, _ in lines(WRITING) if not command.startswith("pip ")]

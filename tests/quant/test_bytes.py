@@ -227,8 +227,8 @@ def test_rotated_copies_decode_to_the_original_values() -> None:
             lambda: weft.quantize(torch.ones(16, 16), Format("nvfp4", hadamard="rowwise")),
             "transpose the result",
         ),
-        (lambda: weft.rms_norm(torch.ones(16, 16), quantize=ROTATED), r"weft\.quantize alone rotates"),
-        (lambda: weft.glu(torch.ones(16, 16), quantize_grad=ROTATED), r"weft\.quantize alone rotates"),
+        (lambda: weft.rms_norm(torch.ones(16, 16), quantize=ROTATED), r"only weft\.quantize rotates"),
+        (lambda: weft.glu(torch.ones(16, 16), quantize_grad=ROTATED), r"only weft\.quantize rotates"),
     ],
     ids=["mx", "both", "spec", "no side", "row-wise", "a result", "a gradient"],
 )

@@ -177,7 +177,7 @@ def test_failures_affect_only_their_own_variant() -> None:
         5: "AttributeError",
         6: "no_such_module",
         7: "needed for ['BLOCK']",
-        8: "the kernel ['x', 'y', 'n', 'BLOCK']",
+        8: "the kernel has ['x', 'y', 'n', 'BLOCK']",
     }
     for index, ((tried, target), result) in enumerate(zip(jobs, results, strict=True)):
         if index not in expected:

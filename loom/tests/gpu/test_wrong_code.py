@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Case, Callable[[Arrived], Arrived], str]] = {
         HOST, lambda a: dataclasses.replace(a, block=(64, 1, 1)), "is compiled for 128 threads per block"
     ),
     "a parameter too few": (
-        HOST, lambda a: dataclasses.replace(a, parameters=a.parameters[:-8]), "bytes of parameters, and is launched"
+        HOST, lambda a: dataclasses.replace(a, parameters=a.parameters[:-8]), "bytes of parameters, but is launched"
     ),
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ def test_conditions_of_callers_narrow_the_contract(launch: Launch) -> None:
 
 
 def test_conditions_that_the_launch_violates_are_refused(launch: Launch) -> None:
-    with pytest.raises(ContractError, match="does not hold of the launch"):
+    with pytest.raises(ContractError, match="does not hold of the recorded launch"):
         generalized(launch, ensured=lambda s: [s["size_21"] == 4 * s["size_7"]])
 
 

@@ -960,7 +960,7 @@ def test_opcheck_of_a_cache() -> None:
 def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_caches(packed(), fp8).with_(**changed)()
-    with pytest.raises(ValueError, match="v is missing"):
+    with pytest.raises(ValueError, match="the call has no v"):
         apart().with_(v=None, cache=with_caches(packed(), False)["cache"], slots=SLOTS)()
 
 

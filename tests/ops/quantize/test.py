@@ -85,7 +85,7 @@ def test_opcheck_of_dequantize(format: str) -> None:
     ids=["rms_norm", "gated_norm", "glu", "gradients of glu", "matmul", "permute"],
 )
 def test_squares_of_nvfp4_are_refused_as_results(call: Callable[[Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"is for weights, and weft\.quantize alone makes it"):
+    with pytest.raises(ValueError, match=r"is for weights, and only weft\.quantize produces it"):
         call(torch.randn(16, 64))
 
 
