@@ -164,7 +164,10 @@ class Captured(Generic[R]):
         """Return the number of rows of the inputs; raise if they differ from the examples in anything else."""
         if len(inputs) != len(self.examples):
             raise TypeError(f"{len(self.examples)} inputs were captured, but {len(inputs)} were passed")
-        rows = len(inputs[0]) if self.rows is not None and isinstance(inputs[0], Tensor) else None
+        for number, value in enumerate(inputs):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"input {number} is a {type(value).__name__}: pass a tensor, as was captured")
+        rows = len(inputs[0]) if self.rows is not None and inputs[0].dim() else None
         for number, (value, example) in enumerate(zip(inputs, self.examples, strict=True)):
             shape = tuple(example.shape)
             if rows is not None and self._varies(example):

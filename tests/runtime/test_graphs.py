@@ -382,3 +382,11 @@ def test_inputs_that_differ_from_the_examples_are_refused() -> None:
     fixed = weft.capture(lambda x: x + 1, torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"has shape \(4, 2\), but \(3, 2\) was captured: capture again"):
         fixed(torch.ones(4, 2))
+
+
+def test_a_scalar_or_a_number_in_place_of_rows_is_refused() -> None:
+    step = weft.capture(lambda x: x * 2, torch.ones(3, 2), sizes=(4,))
+    with pytest.raises(ValueError, match=r"input 0 has shape \(\), but \(3, 2\) was captured"):
+        step(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="input 0 is a float: pass a tensor"):
+        step(1.0)  # type: ignore[arg-type]

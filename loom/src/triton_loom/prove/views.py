@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from .contract import Bool, Buffer, Int
 from .evaluate import Evaluator
-from .scope import integer
+from .scope import Scope, integer
 from .solver import QUICK, Solution, ask, z3
 from .sums import is_same
 
@@ -17,14 +16,29 @@ Dim = tuple[Int, Int]  # size and stride
 def within_view(evaluator: Evaluator, offset: Int, buffer: Buffer) -> tuple[list[Bool], Bool]:
     """Return conditions for an offset to be an element of a view: sufficient ones, and one that may also be necessary.
 
-    The sufficient ones follow the form in which the offset is written. The other, by its digits with respect to the
-    strides, is necessary where each stride exceeds what smaller ones add up to. `is_element` decides at given sizes.
+    That is the one by digits with larger strides first. It is necessary where each stride exceeds what smaller ones add
+    up to; `is_element` decides at given sizes.
     """
     scope = evaluator.scope
+    dims = [
+        (scope.without_division(integer(size)), scope.without_division(integer(stride)))
+        for size, stride in buffer.dims or ()
+    ]
+    by_form, by_digits = _conditions(scope, offset, dims)
+    ordered = _descending(evaluator, dims)
+    if all(a is b for a, b in zip(ordered, dims, strict=True)):
+        return by_form, by_digits
+    sorted_by_form, sorted_by_digits = _conditions(scope, offset, ordered)
+    return [*by_form, by_digits, *sorted_by_form], sorted_by_digits
+
+
+def _conditions(scope: Scope, offset: Int, dims: Sequence[Dim]) -> tuple[list[Bool], Bool]:
+    """Return two sufficient conditions with the dimensions in this order: by the form in which the offset is written,
+    if it has one, and by its digits with respect to the strides."""
     by_form: list[Bool] | None = []
     digits: list[Bool] = []
     remaining = by_digits = offset
-    for size, stride in _descending(evaluator, buffer):
+    for size, stride in dims:
         if z3.is_int_value(stride) and stride.as_long() == 0:
             continue
         division = scope.divide(by_digits, stride)
@@ -38,16 +52,15 @@ def within_view(evaluator: Evaluator, offset: Int, buffer: Buffer) -> tuple[list
     return ([] if by_form is None else [z3.And(*by_form, remaining == 0)]), exact
 
 
-def _descending(evaluator: Evaluator, buffer: Buffer) -> list[Dim]:
-    """Return the dimensions of a view, larger strides first as far as the contract decides it."""
-    dims: list[Dim] = []
-    for dim in buffer.dims or ():
-        size, stride = (evaluator.scope.without_division(integer(part)) for part in dim)
-        at = len(dims)
-        while at and _is_larger(evaluator, stride, dims[at - 1][1]):
+def _descending(evaluator: Evaluator, dims: Sequence[Dim]) -> list[Dim]:
+    """Return the dimensions with larger strides first, as far as the contract decides it."""
+    ordered: list[Dim] = []
+    for dim in dims:
+        at = len(ordered)
+        while at and _is_larger(evaluator, dim[1], ordered[at - 1][1]):
             at -= 1
-        dims.insert(at, (size, stride))
-    return dims
+        ordered.insert(at, dim)
+    return ordered
 
 
 def _is_larger(evaluator: Evaluator, stride: Int, other: Int) -> bool:
@@ -60,7 +73,7 @@ def _is_larger(evaluator: Evaluator, stride: Int, other: Int) -> bool:
     return not at_least(other, stride) and at_least(stride, other)
 
 
-def _split(offset: Int, stride: Int, scope: Any) -> Dim | None:
+def _split(offset: Int, stride: Int, scope: Scope) -> Dim | None:
     """Return digit and rest of an offset that is written as digit * stride + rest."""
     if z3.is_int_value(stride):
         division = scope.divide(offset, stride)
