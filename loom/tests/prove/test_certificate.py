@@ -326,6 +326,21 @@ def test_sizes_outside_of_the_contract_are_no_contradiction(monkeypatch: pytest.
     assert prove(copy, grid=(cdiv(n, 64),), args=args, assumptions=(n % 16 == 0,)).verdict == "proven"
 
 
+@triton.jit
+def stores_at_an_index(x_ptr, i_ptr):
+    tl.store(x_ptr + (tl.load(i_ptr) & 127), 1.0)
+
+
+def test_sizes_that_leave_no_value_are_no_contradiction() -> None:
+    """No launch has n = 0: its only index would have to be at least 0 and below 0. Random kernels found it."""
+    size = symbol("n", 0, 100)
+    index = Buffer("i32", 1, values=lambda v: z3.And(v >= 0, v < size))
+    report = prove(
+        stores_at_an_index, grid=(1,), args={"x_ptr": Buffer("f32", 128), "i_ptr": index}, sizes=(size,)
+    )
+    assert report.verdict == "proven", report
+
+
 def test_sizes_that_triton_does_not_compile_are_named() -> None:
     """Triton makes constants of n and k if both are 1, and their difference is a Python integer."""
     k = symbol("k", 1, 3)

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import Finding
 from .answers import Answer, Example, Kind, UnsoundProof
-from .contract import Contract
+from .contract import Buffer, Contract
 from .proving import Prover
 from .replay import Launcher, NotCompiled, NotReplayed, Spins
-from .solver import QUICK, Search, Solution, z3
+from .scope import integer
+from .solver import QUICK, Search, Solution, ask, z3
 
 _EFFORT, _EFFORT_FOR_SIZES = QUICK // 8, QUICK // 64
 _LARGEST = 2**14  # largest size of a launch
@@ -157,9 +158,21 @@ class _Facts:
 
 
 def _are_allowed(values: dict[str, int], contract: Contract) -> bool:
-    """Return whether sizes obey the contract. z3's solutions of products and quotients do not always."""
+    """Return whether there are launches of these sizes.
+
+    z3's solutions of products and quotients do not always obey the contract. And the contract may leave no value for
+    the elements of a buffer, as 0 <= v < n does where n is 0.
+    """
     numbers = [(size, z3.IntVal(values[size.name])) for size in contract.sizes]
-    return not any(z3.is_false(z3.simplify(z3.substitute(fact, *numbers))) for fact in contract.facts)
+    if any(z3.is_false(z3.simplify(z3.substitute(fact, *numbers))) for fact in contract.facts):
+        return False
+    value, nothing = z3.Int("value!any"), z3.BoolVal(False)
+    for argument in contract.arguments.values():
+        if isinstance(argument, Buffer) and argument.values is not None:
+            possible = z3.Or(integer(argument.extent) <= 0, argument.assumed(value, z3.IntVal(0)))
+            if ask([z3.substitute(possible, *numbers)], nothing, _EFFORT_FOR_SIZES).verdict == "proven":
+                return False
+    return True
 
 
 def _corners(contract: Contract, launches: Search) -> Iterator[Solution]:
