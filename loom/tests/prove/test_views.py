@@ -53,6 +53,11 @@ def test_stores_into_gaps_are_refuted() -> None:
     assert report.verdict == "counterexample"
 
 
+def test_views_that_overlap_in_many_ways_end() -> None:
+    """All elements are even; half a billion digits would have to be tried."""
+    assert _reaches(10**9 + 1, [(10**9, 2), (10**9, 2)])
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_an_offset_is_reached_if_some_index_has_it(seed: int) -> None:
     draw = Random(seed)

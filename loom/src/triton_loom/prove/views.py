@@ -87,8 +87,11 @@ def _split(offset: Int, stride: Int, scope: Scope) -> Dim | None:
     return (digit, rest) if same else None
 
 
+_MAX_DIGITS = 2**12  # tried per dimension; views that overlap themselves would need many more
+
+
 def is_element(sizes: Solution, offset: Int, buffer: Buffer) -> bool:
-    """Return whether an offset is an element of a view at the sizes of a solution."""
+    """Return whether an offset is an element of a view at the sizes of a solution, or may be: see `_MAX_DIGITS`."""
     dims = [(sizes.value(size), sizes.value(stride)) for size, stride in buffer.dims or ()]
     return _reaches(sizes.value(offset), sorted(dims, key=lambda dim: -dim[1]))
 
@@ -102,4 +105,6 @@ def _reaches(offset: int, dims: Sequence[tuple[int, int]]) -> bool:
         return _reaches(offset, smaller)
     most = sum((size - 1) * stride for size, stride in smaller)
     first, last = max(0, -((most - offset) // stride)), min(size - 1, offset // stride)
-    return any(_reaches(offset - digit * stride, smaller) for digit in range(first, last + 1))
+    return last - first >= _MAX_DIGITS or any(
+        _reaches(offset - digit * stride, smaller) for digit in range(first, last + 1)
+    )
