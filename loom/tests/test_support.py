@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from triton_loom.codegen import operations
 from triton_loom.codegen.tiles import FunctionEmitter
 from triton_loom.ir.undefined import UNDEFINED
@@ -54,7 +53,7 @@ def output_of_first_block(page: Path, directory: Path) -> str:
     assert block
     script = directory / "script.py"
     script.write_text(block[1])
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = run_python(script)
     assert done.returncode == 0, done.stderr
     return done.stdout.replace(str(script), "script.py")
 
