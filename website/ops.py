@@ -21,24 +21,6 @@ from weft.runtime import TARGETS
 
 from .facts import described_on, emulated, family, judged, owners, traffic
 
-# Names by which people look for an op.
-OTHER_NAMES = {
-    "rms_norm": "RMSNorm, rmsnorm, fused add RMSNorm",
-    "layer_norm": "LayerNorm, layernorm",
-    "glu": "SwiGLU, GeGLU, silu_and_mul",
-    "rope": "rotary embedding, rotary position embedding",
-    "attention": "flash attention, FlashAttention, SDPA",
-    "attention_decode": "paged attention, flash decoding",
-    "experts": "mixture of experts, MoE layer, fused MoE",
-    "grouped_matmul": "grouped GEMM, m-grouped GEMM",
-    "matmul": "FP8 GEMM, blockwise GEMM, scaled_mm",
-    "linear_cross_entropy": "fused linear cross entropy, cut cross entropy",
-    "permute": "MoE permute, token dispatch",
-    "unpermute": "MoE combine",
-    "route": "top-k router, gating",
-    "clip_grads_": "clip_grad_norm_, gradient clipping",
-}
-
 
 def families() -> dict[str, list[str]]:
     """The public ops of each family, in the order of the menu."""
@@ -242,7 +224,6 @@ def page(name: str, function: Callable[..., Any]) -> str:
     parts = [
         f"# {name}",
         introduction(text, function),
-        *([f"*Also known as {OTHER_NAMES[name]}.*"] if name in OTHER_NAMES else []),
         _folded("Signature", f"```python\n{signature(name, function)}\n```"),
         "## Example",
         f"```pycon\n{example}\n```",

@@ -247,6 +247,8 @@ def attention(
 ) -> Tensor | Attention:
     """Compute `softmax(scale * query @ key^T) @ value` in one kernel, with a backward.
 
+    Also known as flash attention, FlashAttention, SDPA.
+
     query: [batch, heads, queries, dim] as in `F.scaled_dot_product_attention`, or in `layout`; key: [batch, key heads,
     keys, dim]; value: [batch, key heads, keys, v_dim]; bf16, fp16 or fp32, any strides, dims up to 256. The number of
     heads is a multiple of the number of key heads; neighboring heads share a key head.

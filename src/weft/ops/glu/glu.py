@@ -278,6 +278,8 @@ def glu(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute a gated linear unit, `y = f(gate) * up * probs`, in fp32 and rounded once.
 
+    Also known as SwiGLU, GeGLU, silu_and_mul.
+
     x: [..., 2H] with both gate and up, or the gate [..., H] with `up` [..., H]; bf16, fp16 or fp32, of any strides.
     Returns y [..., H], and with `return_amax` the largest |y|.
 

@@ -66,6 +66,8 @@ def rope(
 ) -> Tensor:
     """Rotate one tensor of heads as `qkv_prepare` does: [batch, sequence, heads, dim], or in `layout`.
 
+    Also known as rotary embedding, rotary position embedding.
+
     `rotation` and `positions` are as in `qkv_prepare`; `inverse` rotates the other way, as backward does, and writes
     pairs where the rotation reads them. The result is in `out_layout`, by default the layout of x.
 

@@ -77,6 +77,8 @@ def linear_cross_entropy(
 ) -> Tensor | CrossEntropy:
     """Return the cross entropy of hidden @ weight^T + bias and target, without materializing logits or their gradient.
 
+    Also known as fused linear cross entropy, cut cross entropy.
+
     hidden [..., H], weight [V, H], target [...], bias [V] and `skip_below` are as in `linear_logprobs`. `skip_below`
     cannot be combined with label smoothing, whose gradient is not small in any tile. All other options, and the return
     value, are as in `cross_entropy`. With a `shard` of the vocabulary, weight and bias are this rank's, and the

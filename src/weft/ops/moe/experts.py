@@ -94,6 +94,8 @@ def experts(
 ) -> Tensor:
     """Apply the experts that `route` chose for each token: the sum of `weight * down(act(gate) * value)`.
 
+    Also known as mixture of experts, MoE layer, fused MoE.
+
     - `x`: [..., K] in bf16, fp16 or fp32, or a `QTensor`: without gradients, codes that the recipe's products can read
       are moved unchanged; otherwise x is dequantized first. `up`: [experts, 2H, K], the rows of the gate first. `down`:
       [experts, K, H].

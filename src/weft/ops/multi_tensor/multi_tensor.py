@@ -160,6 +160,8 @@ def clip_grads_(
     """Scale gradients in place so that their norm is at most `max_norm`, and return the norm before scaling. A drop-in
     replacement for `torch.nn.utils.clip_grad_norm_` that takes gradients as well as parameters.
 
+    Also known as clip_grad_norm_, gradient clipping.
+
     Each element is multiplied by min(1, max_norm / (norm + 1e-6)), torch's coefficient, in fp32, and rounded once. The
     coefficient is computed on the device, so the host does not wait; if it is 1, nothing is read or written.
 

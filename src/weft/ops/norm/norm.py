@@ -332,6 +332,8 @@ def rms_norm(
 ) -> NormResult:
     """Apply RMSNorm over the last dimension: `y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`.
 
+    Also known as RMSNorm, rmsnorm, fused add RMSNorm.
+
     x: [..., K] in bf16, fp16 or fp32, of any strides (heads of a packed QKV included). weight, bias: [K], in any
     of these dtypes. Returns y, or a tuple of y and the following results, if requested, in this order.
 
@@ -376,6 +378,8 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, **options: Any
 ) -> NormResult:
     """Apply LayerNorm over the last dim: `y = (h - mean(h)) / sqrt(var(h) + eps) * (weight + weight_offset) + bias`.
+
+    Also known as LayerNorm, layernorm.
 
     Arguments and results are those of `rms_norm`; eps is a number.
 

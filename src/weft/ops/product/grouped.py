@@ -280,6 +280,8 @@ def grouped_matmul(
     """Multiply each row with its group's matrix and apply the epilogue in one kernel: for the rows of group e
     `torch.nn.functional.linear(x, w[e], bias[e])`. Rows of no group are zero. The host never waits for the device.
 
+    Also known as grouped GEMM, m-grouped GEMM.
+
     - `x`: [rows, K], sorted by group. `w`: [groups, N, K], one matrix per group. Plain or quantized, in any pair of
       formats that `matmul` takes and with its arithmetic. Quantize weights with `quantize(w)`; with blocks of 128 rows
       (128x128) N must be a multiple of 128.

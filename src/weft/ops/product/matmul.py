@@ -242,6 +242,8 @@ def matmul(
     """Multiply plain or quantized operands like `torch.matmul(a, b)` and apply the epilogue in one kernel:
     `act(alpha * (a @ b) + bias) + residual`, in fp32 and rounded once.
 
+    Also known as FP8 GEMM, blockwise GEMM, scaled_mm.
+
     a: [..., M, K], b: [..., K, N] in one dtype, bf16, fp16 or fp32, with any strides and `torch.matmul`'s rules for
     vectors and leading dimensions. Either may be a `QTensor`; pass a weight [N, K], quantized or not, as `w.T`.
 

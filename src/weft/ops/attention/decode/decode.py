@@ -105,6 +105,8 @@ def attention_decode(
 ) -> Tensor | Attention:
     """Attend from the last tokens of sequences to a paged cache, as `qkv_prepare(cache=...)` fills it.
 
+    Also known as paged attention, flash decoding.
+
     query: [sequences, heads, dim], one token of each sequence, or [sequences, queries, heads, dim], its last tokens
     (speculative decoding, a chunk of a prompt), each of which sees the cache up to itself.
 

@@ -294,6 +294,8 @@ def permute(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Copy each token's row once per expert of the token, sorted by expert: `y[r] = x[token of row r]`.
 
+    Also known as MoE permute, token dispatch.
+
     x: [..., K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row, whose codes and scales are moved
     unchanged. `rows` comes from `row_map`. Pads are zeros. Returns y [rows, K], and with `probs` also the probability
     of each row, 0 in pads. For DTensors sharded along tokens, y is a plain tensor of this rank's tokens.
@@ -359,6 +361,8 @@ def unpermute(
     y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sum the rows of each token's experts: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
+
+    Also known as MoE combine.
 
     y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` all are 1. The sum
     is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run. Returns x [..., K], and

@@ -230,6 +230,8 @@ def route(
 ) -> Routing:
     """Choose k of E experts for each token, and weigh them. logits: [..., E] in fp32, bf16 or fp16, of any strides.
 
+    Also known as top-k router, gating.
+
     `convention` selects the variant of a library or model: "megatron" (Megatron-LM and TransformerEngine),
     "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as in HuggingFace transformers.
     `CONVENTIONS` lists what each does; arguments that are None take their default from it. A convention does not
