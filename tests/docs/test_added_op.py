@@ -68,7 +68,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(
         ROOT, root, ignore=shutil.ignore_patterns("__pycache__", ".git", ".*cache", ".venv*", "site")
     )
-    assert (len(READ), len(WRITTEN)) == (1, 3)
+    assert (len(READ), len(WRITTEN)) == (1, 4)
     if not (root / next(iter(WRITTEN))).exists():
         write(WRITTEN, root)
         for block in blocks(WRITING, "diff"):

@@ -955,7 +955,7 @@ def test_opcheck_of_a_cache() -> None:
         (False, {"cache": (torch.zeros(4, 4, 2, 24).half(),) * 2}, "a cache must be"),
         (False, {"cache": (torch.zeros(2, 24).bfloat16(),) * 2}, "k of a cache must be"),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 def test_wrong_caches(fp8: bool, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
