@@ -145,7 +145,7 @@ def check_codes(name: str, codes: Codes, rows: int, length: int, *, blocks: int 
             raise ValueError(f"{name} names the format {spec} but has no codes")
         return
     shapes = (*data.shape[-2:], *scale.shape[-2:], rows, length, 0 if blocks is None else blocks)
-    if any(type(size) is not int for size in shapes):  # symbolic sizes of a traced call cannot be cache keys
+    if {*map(type, shapes)} != {int}:  # symbolic sizes of a traced call cannot be cache keys
         return
     problem = _problem_of_codes(
         spec, data.dtype, scale.dtype, global_scale is not None, shapes, blocks is not None

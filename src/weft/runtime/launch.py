@@ -293,12 +293,26 @@ class BoundLaunch:
                     run=self.launch.kernel.layout.binder(prepared.nested_run, *self.integers)
                 )
             self._cache[identity] = prepared
-        _start(
-            prepared,
-            driver,
-            index,
-            self.grid,
-            (*(pointers if prepared.takes_tensors else addresses), *self._rest, *floats),
+        _, run, _, function, metadata, constants, takes_tensors = prepared
+        if takes_tensors:
+            addresses = pointers
+        if _is_watched(index):
+            _start(prepared, driver, index, self.grid, (*addresses, *self._rest, *floats))
+            return
+        # What `_start` does, without making a tuple of the arguments first.
+        stream = driver.get_current_stream(index)
+        run(
+            *self.grid,
+            stream,
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *self._rest,
+            *floats,
+            *constants,
         )
 
 
@@ -318,16 +332,24 @@ def _start(
     kernel: _Prepared, driver: Any, index: int | None, grid: tuple[int, int, int], arguments: tuple[Any, ...]
 ) -> None:
     _, run, _, function, metadata, constants, _ = kernel
-    enter = language.knobs.runtime.launch_enter_hook
-    if (index is None or index == torch.cuda.current_device()) and not getattr(enter, "calls", enter):
+    if not _is_watched(index):
         stream = driver.get_current_stream(index)
         run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
         return
+    hooks = language.knobs.runtime
     with _on_device(index):
         stream = driver.get_current_stream(index)
-        hook_info = {"name": kernel.name, "function": function, "stream": stream}
-        leave = language.knobs.runtime.launch_exit_hook
-        run(*grid, stream, function, metadata, hook_info, enter, leave, *arguments, *constants)
+        info = {"name": kernel.name, "function": function, "stream": stream}
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        run(*grid, stream, function, metadata, info, enter, leave, *arguments, *constants)
+
+
+def _is_watched(index: int | None) -> bool:
+    """Return whether a launch on this device must call hooks, or change the current device first."""
+    enter = language.knobs.runtime.launch_enter_hook
+    return bool(getattr(enter, "calls", enter)) or (
+        index is not None and index != torch.cuda.current_device()
+    )
 
 
 def _with_scratch(run: Any, index: int) -> Any:

@@ -58,10 +58,10 @@ def test_the_table_names_existing_pairs_and_targets() -> None:
         assert rule.why
         for target in rule.targets:
             assert Capabilities.of(target)
-    assert by_table("bf16", 65, "sm_90") == ("torch",)
-    assert by_table("bf16", 64, "sm_90") == ()
-    assert by_table("fp8 1x128 x 128x128", 4096, "sm_90") == ("deep_gemm", "torch")
-    assert by_table("fp8 1x128 x 128x128", 4096, "sm_120") == ()
+    assert by_table("bf16", few=False, target="sm_90") == ("torch",)
+    assert by_table("bf16", few=True, target="sm_90") == ()
+    assert by_table("fp8 1x128 x 128x128", few=False, target="sm_90") == ("deep_gemm", "torch")
+    assert by_table("fp8 1x128 x 128x128", few=False, target="sm_120") == ()
 
 
 def test_engines_are_recorded() -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...language import tl
-from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, kernel, remembered
 from ...tiles.softmax import LOWEST, merge_moments, merge_squares
 from .statistics import Softmax, Statistics, TokenResults, Wanted
 
 # Transformation of the logits before the softmax.
 PLAIN = tl.constexpr(0)
-
-
 SCALED = tl.constexpr(1)
-
-
 CAPPED = tl.constexpr(2)
-
 
 FEW = tl.constexpr(3)  # statistics that are always computed: largest, total, picked
 
@@ -156,9 +150,12 @@ def _join_statistics_kernel(
         tl.store(total_ptr + row, tl.where(live, total, 1.0), mask=exists)
 
 
-@functools.cache
-def _join_launch(wanted: Wanted, config: JoinConfig) -> Launch:
-    return Launch.of(
+@remembered
+def _join_launch(
+    rows: int, parts: int, vocab: int, ignore_index: int, wanted: Wanted, target: Capabilities
+) -> BoundLaunch:
+    config = join_config("join", target)
+    launch = Launch.of(
         _join_statistics_kernel,
         num_warps=config.num_warps,
         ENTROPY=wanted.entropy,
@@ -166,6 +163,9 @@ def _join_launch(wanted: Wanted, config: JoinConfig) -> Launch:
         ACCURACY=wanted.accuracy,
         SQUARES=wanted.squares,
         ROWS=config.rows,
+    )
+    return launch.bind(
+        (-(-rows // config.rows), 1, 1), rows=rows, parts=parts, vocab=vocab, ignore_index=ignore_index
     )
 
 
@@ -193,18 +193,7 @@ def launch_join(
             "total_ptr": o.total,
             "shares_ptr": o.shares,
         }
-    rows = target.numel()
-    config = join_config("join", capabilities_of(target.device))
-    _join_launch(wanted, config)(
-        (-(-rows // config.rows), 1, 1),
-        *_join_statistics_kernel.arguments(
-            target_ptr=target,
-            order_ptr=order,
-            stats_ptr=stats,
-            **outputs,
-            rows=rows,
-            parts=stats.shape[0],
-            vocab=softmax.vocab,
-            ignore_index=softmax.ignore_index,
-        ),
+    device = capabilities_of(target.device)
+    _join_launch(target.numel(), stats.shape[0], softmax.vocab, softmax.ignore_index, wanted, device)(
+        *_join_statistics_kernel.tensors(target_ptr=target, order_ptr=order, stats_ptr=stats, **outputs)
     )

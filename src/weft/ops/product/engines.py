@@ -12,7 +12,6 @@ apply to its products: `torch.backends.cuda.matmul` lets cuBLAS add parts of a b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ...quant import Codes, Format
 from ...runtime import Capabilities, remembered
-from ..common.engines import note_engine, require_engine
+from ..common.engines import is_recorded, note_engine, require_engine
 from .arguments import GroupedArgs, MatmulArgs, WgradArgs
 from .configs import FEW
 from .libraries import INSTALLED
@@ -96,38 +95,47 @@ def _forms(a: MatmulArgs) -> tuple[Form, Form]:
 
 def choose_engine(a: MatmulArgs, target: Capabilities) -> str:
     """Choose the engine of a call on a target, and record it for `record_engines`."""
-    pair = pair_of(*_forms(a))
-    used = Used(a.engine, pair, a.a.shape[-2], a.b.shape[-1], a.a.shape[-1])
-    return _choose(used, target, lambda engine: obstacle(a, pair, engine, target.target))
+    engine, left, right = a.engine, a.a, a.b
+    pair, engines = _by_table(
+        left.dtype, a.a_codes.format, right.dtype, a.b_codes.format, "", left.shape[-2] <= FEW, target.target
+    )
+    if engine == "auto":
+        engine = next((name for name in engines if obstacle(a, pair, name, target.target) is None), "weft")
+    if is_recorded():
+        note_engine(Used(engine, pair, left.shape[-2], right.shape[-1], left.shape[-1]))
+    return engine
 
 
 def choose_grouped_engine(a: GroupedArgs | WgradArgs, target: Capabilities) -> str:
     """Choose the engine of a grouped product on a target, and record it for `record_engines`."""
-    left, right = _grouped_operands(a)
-    pair = f"grouped {pair_of(*_grouped_forms(a))}"
-    used = Used(a.engine, pair, left.shape[0], right.shape[-2], right.shape[-1])
-    return _choose(used, target, lambda engine: grouped_obstacle(a, engine))
-
-
-def _choose(request: Used, target: Capabilities, obstacle_of: Callable[[str], str | None]) -> str:
-    engine = request.engine
+    engine, (left, right) = a.engine, _grouped_operands(a)
+    specs = _grouped_specs(a)
+    pair, engines = _by_table(
+        left.dtype, specs[0], right.dtype, specs[1], "grouped ", left.shape[0] <= FEW, target.target
+    )
     if engine == "auto":
-        candidates = (
-            name for name in by_table(request.pair, request.m, target.target) if obstacle_of(name) is None
-        )
-        engine = next(candidates, "weft")
-    note_engine(request._replace(engine=engine))
+        engine = next((name for name in engines if grouped_obstacle(a, name) is None), "weft")
+    if is_recorded():
+        note_engine(Used(engine, pair, left.shape[0], right.shape[-2], right.shape[-1]))
     return engine
 
 
 @remembered
-def by_table(pair: str, m: int, target: str) -> tuple[str, ...]:
-    """Return the table's engines for m rows of this pair on a target, best first; empty if only Weft's kernel applies.
-    Whether an engine supports the call is not checked."""
+def _by_table(
+    a: torch.dtype, a_spec: str | None, b: torch.dtype, b_spec: str | None, prefix: str, few: bool, target: str
+) -> tuple[str, tuple[str, ...]]:  # fmt: skip
+    """Return a pair's name, and the table's engines for it."""
+    pair = prefix + pair_of(Form.of(a, a_spec), Form.of(b, b_spec))
+    return pair, by_table(pair, few, target)
+
+
+def by_table(pair: str, few: bool, target: str) -> tuple[str, ...]:
+    """Return the table's engines for few or many rows of this pair on a target, best first; empty if only Weft's kernel
+    applies. Whether an engine supports the call is not checked."""
     return tuple(
         rule.engine
         for rule in TABLE
-        if target in rule.targets and pair in rule.pairs and (rule.few or m > FEW)
+        if target in rule.targets and pair in rule.pairs and (rule.few or not few)
     )
 
 
@@ -199,10 +207,14 @@ def _grouped_operands(a: GroupedArgs | WgradArgs) -> tuple[Tensor, Tensor]:
     return (a.x, a.w) if isinstance(a, GroupedArgs) else (a.dy, a.x)
 
 
+def _grouped_specs(a: GroupedArgs | WgradArgs) -> tuple[str | None, str | None]:
+    left, right = (a.x_codes, a.w_codes) if isinstance(a, GroupedArgs) else (a.dy_codes, a.x_codes)
+    return left.format, right.format
+
+
 def _grouped_forms(a: GroupedArgs | WgradArgs) -> tuple[Form, Form]:
-    left, right = _grouped_operands(a)
-    codes = (a.x_codes, a.w_codes) if isinstance(a, GroupedArgs) else (a.dy_codes, a.x_codes)
-    return Form.of(left.dtype, codes[0].format), Form.of(right.dtype, codes[1].format)
+    (left, right), specs = _grouped_operands(a), _grouped_specs(a)
+    return Form.of(left.dtype, specs[0]), Form.of(right.dtype, specs[1])
 
 
 def grouped_obstacle(a: GroupedArgs | WgradArgs, engine: str) -> str | None:
@@ -254,16 +266,12 @@ def _aligned_for_bulk_copies(x: Tensor, w: Tensor) -> bool:
 
 def check_engine(a: MatmulArgs) -> None:
     """Raise ValueError unless the engine that a call requests can compute it."""
-    _check(a.engine, lambda: obstacle(a, pair_of(*_forms(a)), a.engine))
+    require_engine(a.engine, ENGINES, lambda: obstacle(a, pair_of(*_forms(a)), a.engine))
 
 
 def check_grouped_engine(a: GroupedArgs | WgradArgs) -> None:
     """Raise ValueError unless the engine that a grouped call requests can compute it."""
-    _check(a.engine, lambda: grouped_obstacle(a, a.engine))
-
-
-def _check(engine: str, obstacle_of: Callable[[], str | None]) -> None:
-    require_engine(engine, ENGINES, obstacle_of)
+    require_engine(a.engine, ENGINES, lambda: grouped_obstacle(a, a.engine))
 
 
 def products_on(target: str) -> str:

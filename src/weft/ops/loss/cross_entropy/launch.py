@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, row_strides, scan_config
-from ..join import launch_join
+from ..join import CAPPED, launch_join
 from ..reduction import LossOptions
 from ..statistics import Statistics, TokenResults, Wanted
 from .arguments import (
@@ -60,71 +60,73 @@ def _align(element: int, *sizes: int) -> int:
     return align_of(*sizes, least=16 // element if element >= 4 else 8)
 
 
-class _RowConstants(NamedTuple):
-    """Constants that select the variant of the kernel over rows."""
-
-    config: RowConfig
-    kind: int
-    wanted: Wanted
-    mark_missing: bool
-    nested: bool
-    align: int
-
-
-@functools.cache
-def _rows_launch(c: _RowConstants) -> Launch:
-    return Launch.of(
+@remembered
+def _rows_launch(
+    rows: int, strides: tuple[int, int, int, int], element: int, softmax: tuple[int, int, int, int], wanted: Wanted,
+    mark_missing: bool, target: Capabilities,
+) -> BoundLaunch:  # fmt: skip
+    """Bind the forward over rows of (cols, inner, outer_stride, inner_stride), with a softmax of (kind, start, vocab,
+    ignore_index)."""
+    (cols, inner, outer_stride, inner_stride), (kind, start, vocab, ignore_index) = strides, softmax
+    config = row_config("forward", cols, element, _steps(kind == CAPPED.value, True in wanted), target)
+    launch = Launch.of(
         cross_entropy_kernel,
-        num_warps=c.config.num_warps,
-        KIND=c.kind,
-        ENTROPY=c.wanted.entropy,
-        SPREAD=c.wanted.spread,
-        ACCURACY=c.wanted.accuracy,
-        MARK_MISSING=c.mark_missing,
-        TILE=c.config.tile,
-        LANES=c.config.lanes,
-        NESTED=c.nested,
-        ALIGN=c.align,
+        num_warps=config.num_warps,
+        KIND=kind,
+        ENTROPY=wanted.entropy,
+        SPREAD=wanted.spread,
+        ACCURACY=wanted.accuracy,
+        MARK_MISSING=mark_missing,
+        TILE=config.tile,
+        LANES=config.lanes,
+        NESTED=inner > 1,
+        ALIGN=_align(element, cols, outer_stride, inner_stride),
+    )
+    return launch.bind(
+        (rows, 1, 1),
+        rows=rows,
+        cols=cols,
+        inner=inner,
+        outer_stride=outer_stride,
+        inner_stride=inner_stride,
+        start_col=start,
+        vocab=vocab,
+        ignore_index=ignore_index,
     )
 
 
-@functools.cache
-def _totals_launch(zero_if_none: bool, target: Capabilities) -> Launch:
+@remembered
+def _totals_launch(rows: int, zero_if_none: bool, target: Capabilities) -> BoundLaunch:
     tile, num_warps = scan_config("totals", target)
-    return Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
+    launch = Launch.of(cross_entropy_totals_kernel, num_warps=num_warps, ZERO_IF_NONE=zero_if_none, TILE=tile)
+    return launch.bind((1, 1, 1), rows=rows)
 
 
 def _launch_rows(
     a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None, **outputs: Tensor | None
 ) -> None:
     """Read the logits once and compute losses, or, if `loss` is None, the statistics of a shard."""
-    softmax, wanted, target = a.softmax, a.wanted, a.target.contiguous()
-    logits, inner, outer_stride, inner_stride = row_strides(a.logits)
-    rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
-    steps = _steps(softmax.softcap is not None, True in wanted)
-    config = row_config("forward", cols, element, steps, capabilities_of(logits.device))
-    mark_missing = loss is not None and loss.reduction != "none"
-    align = _align(element, cols, outer_stride, inner_stride)
-    _rows_launch(_RowConstants(config, softmax.kind, wanted, mark_missing, inner > 1, align))(
-        (rows, 1, 1),
-        *cross_entropy_kernel.arguments(
+    softmax, target = a.softmax, a.target.contiguous()
+    logits, *strides = row_strides(a.logits)
+    _rows_launch(
+        target.numel(),
+        (logits.shape[-1], *strides),  # type: ignore[arg-type]
+        logits.element_size(),
+        (softmax.kind, softmax.start, softmax.vocab, softmax.ignore_index),
+        a.wanted,
+        loss is not None and loss.reduction != "none",
+        capabilities_of(logits.device),
+    )(
+        *cross_entropy_kernel.tensors(
             logits_ptr=logits,
             target_ptr=target,
             weight_ptr=contiguous(a.weight),
             **outputs,
-            rows=rows,
-            cols=cols,
-            inner=inner,
-            outer_stride=outer_stride,
-            inner_stride=inner_stride,
-            start_col=softmax.start,
-            vocab=softmax.vocab,
-            ignore_index=softmax.ignore_index,
             softcap=softmax.cap,
             scale=softmax.scale,
             label_smoothing=0.0 if loss is None else loss.label_smoothing,
             z_loss=0.0 if loss is None else loss.z_loss,
-        ),
+        )
     )
 
 
@@ -242,17 +244,15 @@ def launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
     )
     if not reduced:
         return
-    _totals_launch(a.loss.zero_if_none, capabilities_of(device))(
-        (1, 1, 1),
-        *cross_entropy_totals_kernel.arguments(
+    _totals_launch(rows, a.loss.zero_if_none, capabilities_of(device))(
+        *cross_entropy_totals_kernel.tensors(
             loss_ptr=losses,
             share_ptr=shares,
             hit_ptr=hits,
             total_loss_ptr=o.loss,
             inverse_ptr=o.inverse,
             accuracy_ptr=o.accuracy,
-            rows=rows,
-        ),
+        )
     )
 
 

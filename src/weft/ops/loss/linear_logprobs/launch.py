@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows, scan_config
-from ..join import join_config, launch_join
+from ..join import CAPPED, join_config, launch_join
 from ..statistics import Softmax, Statistics, TokenResults, Wanted
 from .arguments import (
     AnyHeadArgs,
@@ -115,49 +114,58 @@ def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int,
     return -(-vocab_tiles // span), span * tile
 
 
+@remembered
+def _order_launch(rows: int, vocab: int, ignore_index: int, target: Capabilities) -> BoundLaunch:
+    tile, num_warps = scan_config("order", target)
+    launch = Launch.of(linear_order_kernel, num_warps=num_warps, TILE=tile)
+    return launch.bind((1, 1, 1), rows=rows, vocab=vocab, ignore_index=ignore_index)
+
+
 def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
-    tile, num_warps = scan_config("order", capabilities_of(target.device))
-    Launch.of(linear_order_kernel, num_warps=num_warps, TILE=tile)(
-        (1, 1, 1),
-        *linear_order_kernel.arguments(
-            target_ptr=target,
-            order_ptr=order,
-            rows=target.numel(),
-            vocab=softmax.vocab,
-            ignore_index=softmax.ignore_index,
-        ),
+    device = capabilities_of(target.device)
+    _order_launch(target.numel(), softmax.vocab, softmax.ignore_index, device)(
+        *linear_order_kernel.tensors(target_ptr=target, order_ptr=order)
     )
 
 
-class _ProductConstants(NamedTuple):
-    """Constants that select the variant of the forward product."""
-
-    config: HeadConfig
-    kind: int
-    wanted: Wanted
-    align: int
-    cols_masked: bool
-    tma: bool
-
-
-@functools.cache
-def _product_launch(c: _ProductConstants) -> Launch:
-    return Launch.of(
+@remembered
+def _product_launch(
+    sizes: tuple[int, int, int], strides: tuple[int, int], start: int, kind: int, wanted: Wanted, whole: bool,
+    align: int, tma: bool, target: Capabilities,
+) -> BoundLaunch:  # fmt: skip
+    """Bind the forward product of (rows, cols, vocab)."""
+    rows, cols, vocab = sizes
+    config = head_config(
+        "logits", whole and align > 1, kind == CAPPED.value or True in wanted, wanted.squares, target
+    )
+    launch = Launch.of(
         linear_logprobs_kernel,
-        num_warps=c.config.num_warps,
-        num_stages=c.config.num_stages,
-        KIND=c.kind,
-        ENTROPY=c.wanted.entropy,
-        SPREAD=c.wanted.spread,
-        ACCURACY=c.wanted.accuracy,
-        SQUARES=c.wanted.squares,
-        SPLIT=c.config.split,
-        ROWS=c.config.m,
-        VOCAB=c.config.n,
-        TILE=c.config.k,
-        ALIGN=c.align,
-        COLS_MASKED=c.cols_masked,
-        TMA=c.tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        KIND=kind,
+        ENTROPY=wanted.entropy,
+        SPREAD=wanted.spread,
+        ACCURACY=wanted.accuracy,
+        SQUARES=wanted.squares,
+        SPLIT=config.split,
+        ROWS=config.m,
+        VOCAB=config.n,
+        TILE=config.k,
+        ALIGN=align,
+        COLS_MASKED=cols % config.k != 0,
+        TMA=tma,
+    )
+    tiles = -(-rows // config.m)
+    splits, span = _span(vocab, tiles, config.n, target)
+    return launch.bind(
+        (tiles, splits, 1),
+        rows=rows,
+        cols=cols,
+        vocab=vocab,
+        hidden_stride=strides[0],
+        weight_stride=strides[1],
+        start_col=start,
+        span=span,
     )
 
 
@@ -167,17 +175,21 @@ def _launch_products(
     """Order the tokens, compute the statistics of each split of the vocabulary, and join the splits into the statistics
     of a shard or into results."""
     x, softmax, wanted = _Operands(a), a.softmax, a.wanted
-    config = x.config("logits", softmax.softcap is not None or True in wanted, wanted.squares)
     _launch_order(order, x.target, softmax)
-    tiles = -(-x.rows // config.m)
-    splits, span = _span(x.columns, tiles, config.n, x.device)
-    stats = x.empty(splits, wanted.statistics, x.rows)
-    constants = _ProductConstants(
-        config, softmax.kind, wanted, x.align, x.cols % config.k != 0, x.descriptors(x.weight)
+    launch = _product_launch(
+        (x.rows, x.cols, x.columns),
+        x.strides,
+        softmax.start,
+        softmax.kind,
+        wanted,
+        x.whole,
+        x.align,
+        x.descriptors(x.weight),
+        x.device,
     )
-    _product_launch(constants)(
-        (tiles, splits, 1),
-        *linear_logprobs_kernel.arguments(
+    stats = x.empty(launch.grid[1], wanted.statistics, x.rows)
+    launch(
+        *linear_logprobs_kernel.tensors(
             hidden_ptr=x.hidden,
             weight_ptr=x.weight,
             bias_ptr=x.bias,
@@ -185,16 +197,9 @@ def _launch_products(
             order_ptr=order,
             classes_ptr=x.classes,
             stats_ptr=stats,
-            rows=x.rows,
-            cols=x.cols,
-            vocab=x.columns,
-            hidden_stride=x.strides[0],
-            weight_stride=x.strides[1],
-            start_col=softmax.start,
-            span=span,
             softcap=softmax.cap,
             scale=softmax.scale,
-        ),
+        )
     )
     launch_join(o, stats, x.target, order, softmax, wanted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -112,19 +111,34 @@ def _permute_launch(
     )
 
 
-@functools.cache
+@remembered
 def _unpermute_launch(
-    format: str | None, at_once: int, config: MoveConfig, align: int, masked: bool
-) -> Launch:
-    return Launch.of(
+    tokens: int, slots: int, cols: int, strides: Strides, probs_stride: int, back_stride: int, format: str | None,
+    target: Capabilities,
+) -> BoundLaunch:  # fmt: skip
+    """Bind the sum of rows with these strides; `format` is that of quantized rows."""
+    config = move_config("unpermute", cols, format is not None, target)
+    rows_stride, scale_row_stride, scale_col_stride = strides
+    launch = Launch.of(
         unpermute_kernel,
         num_warps=config.num_warps,
         FORMAT=None if format is None else Format.of(format),
-        AT_ONCE=at_once,
+        AT_ONCE=_at_once(slots),
         ROWS=config.rows,
         TILE=config.tile,
-        ALIGN=align,
-        COLS_MASKED=masked,
+        ALIGN=align_of(cols, rows_stride),
+        COLS_MASKED=cols % config.tile != 0,
+    )
+    return launch.bind(
+        (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
+        tokens=tokens,
+        cols=cols,
+        slots=slots,
+        rows_stride=rows_stride,
+        scale_row_stride=scale_row_stride,
+        scale_col_stride=scale_col_stride,
+        probs_stride=probs_stride,
+        back_stride=back_stride,
     )
 
 
@@ -289,15 +303,18 @@ def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
     if tokens == 0:
         return
     rows, scale, strides = _source(a.rows, a.codes)
-    cols, probs = rows.shape[1], contiguous(a.probs)
-    target = capabilities_of(rows.device)
-    plain = a.codes.data is None
-    config = move_config("unpermute", cols, not plain, target)
-    align, masked = align_of(cols, strides[0]), cols % config.tile != 0
-    format = None if plain else a.codes.format
-    _unpermute_launch(format, _at_once(slots), config, align, masked)(
-        (-(-tokens // config.rows) * -(-cols // config.tile), 1, 1),
-        *unpermute_kernel.arguments(
+    probs, format = contiguous(a.probs), None if a.codes.data is None else a.codes.format
+    _unpermute_launch(
+        tokens,
+        slots,
+        rows.shape[1],
+        strides,
+        _row_stride(probs),
+        _row_stride(o.carried),
+        format,
+        capabilities_of(rows.device),
+    )(
+        *unpermute_kernel.tensors(
             rows_ptr=rows,
             scale_ptr=scale,
             probs_ptr=probs,
@@ -306,13 +323,5 @@ def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
             row_of_slot_ptr=a.map.row_of_slot,
             y_ptr=o.y,
             back_ptr=o.carried,
-            tokens=tokens,
-            cols=cols,
-            slots=slots,
-            rows_stride=strides[0],
-            scale_row_stride=strides[1],
-            scale_col_stride=strides[2],
-            probs_stride=_row_stride(probs),
-            back_stride=_row_stride(o.carried),
-        ),
+        )
     )

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows, one_stride
 from ...common.sums import SumConfig
-from .arguments import SCORES, RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
+from .arguments import SCORES, Groups, RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
 from .kernels import route_backward_kernel, route_kernel, route_totals_kernel
 
 
@@ -46,19 +46,39 @@ def totals_config(experts: int, target: Capabilities) -> SumConfig:
 
 
 @remembered
-def _route_launch(how: Weighing, masked_is_zero: bool, config: RouteConfig, k: int, align: int) -> Launch:
-    return Launch.of(
+def _route_launch(
+    rows: int, experts: int, stride: int, k: int, how: Weighing, groups: Groups, target: Capabilities
+) -> BoundLaunch:
+    group_size = experts // groups.number
+    config = route_config("forward", groups.number, group_size, target)
+    # Few programs, since each writes a row of counts, yet enough warps to hide the latency of the k dependent rounds.
+    programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
+    program_rows = -(-rows // programs)
+    program_rows = -(-program_rows // config.rows) * config.rows
+    launch = Launch.of(
         route_kernel,
         num_warps=config.num_warps,
         SCORE=SCORES.index(how.score),
         POST=how.post_softmax,
         RENORMALIZE=how.renormalize,
-        MASKED_IS_ZERO=masked_is_zero,
+        MASKED_IS_ZERO=groups.masked_is_zero,
         ROWS=config.rows,
         GROUPS=config.groups,
         TILE=config.tile,
         K=1 << (k - 1).bit_length(),
-        ALIGN=align,
+        ALIGN=align_of(group_size, stride, least=4),
+    )
+    return launch.bind(
+        (-(-rows // program_rows), 1, 1),
+        rows=rows,
+        experts=experts,
+        stride=stride,
+        k=k,
+        groups=groups.number,
+        group_size=group_size,
+        group_topk=groups.topk,
+        group_best=groups.best,
+        program_rows=program_rows,
     )
 
 
@@ -103,17 +123,10 @@ def launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
 
 
 def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
-    how, groups = a.weighing, a.groups
-    target = capabilities_of(a.logits.device)
-    logits = flat_rows(a.logits)
+    how, target, logits = a.weighing, capabilities_of(a.logits.device), flat_rows(a.logits)
     rows, experts = logits.shape
-    stride, group_size = logits.stride(0), experts // groups.number
-    config = route_config("forward", groups.number, group_size, target)
-    # Few programs, since each writes a row of counts, yet enough warps to hide the latency of the k dependent rounds.
-    programs = min(-(-rows // config.rows), max(1, 8 * target.multiprocessors // config.num_warps))
-    program_rows = -(-rows // programs)
-    program_rows = -(-program_rows // config.rows) * config.rows
-    programs = -(-rows // program_rows)
+    launch = _route_launch(rows, experts, logits.stride(0), a.k, how, a.groups, target)
+    programs = launch.grid[0]
     totals: tuple[Tensor | None, ...] = (o.counts, o.score_sums, o.score_counts, o.z)
     partials = totals
     if programs > 1:
@@ -122,10 +135,8 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
             for t in totals
         )
     counts, score_sums, score_counts, z = partials
-    align = align_of(group_size, stride, least=4)
-    _route_launch(how, groups.masked_is_zero, config, a.k, align)(
-        (programs, 1, 1),
-        *route_kernel.arguments(
+    launch(
+        *route_kernel.tensors(
             logits_ptr=logits,
             bias_ptr=contiguous(a.bias),
             weights_ptr=o.weights,
@@ -135,23 +146,13 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
             score_sums_ptr=score_sums,
             score_counts_ptr=score_counts,
             z_ptr=z,
-            rows=rows,
-            experts=experts,
-            stride=stride,
-            k=a.k,
-            groups=groups.number,
-            group_size=group_size,
-            group_topk=groups.topk,
-            group_best=groups.best,
-            program_rows=program_rows,
             eps=how.eps,
             scale=how.scale,
-        ),
+        )
     )
     if programs > 1:
         block, tile, num_warps = totals_config(experts, target)
-        launch = Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=block, TILE=tile)
-        launch(
+        Launch.of(route_totals_kernel, num_warps=num_warps, ROWS=block, TILE=tile)(
             (-(-experts // tile), 1, 1),
             *route_totals_kernel.arguments(
                 counts_ptr=counts,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows
 from ...common.sums import sum_partials
 from .arguments import RouterLinearArgs, RouterLinearBackwardArgs, RouterLinearGradients, RouterLinearOutputs
@@ -85,9 +84,17 @@ def _align4(*sizes: int) -> int:
     return min(4, align_of(*sizes, least=4))
 
 
-@functools.cache
-def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_masked: bool) -> Launch:
-    return Launch.of(
+@remembered
+def _forward_launch(
+    rows: int, cols: int, experts: int, stride: int, products: int, target: Capabilities
+) -> BoundLaunch:
+    """Bind y = x @ weight^T. The grid's last size is the number of splits of the columns."""
+    config = forward_config(experts, products, target)
+    tiles = -(-rows // config.m), -(-experts // config.n)
+    splits, split_cols = 1, -(-cols // config.k) * config.k
+    if not target.is_cpu and 2 * tiles[0] * tiles[1] <= target.multiprocessors and cols > SPLIT_COLS:
+        splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
+    launch = Launch.of(
         router_linear_kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -95,9 +102,12 @@ def _forward_launch(config: ProductConfig, align: int, expert_align: int, cols_m
         ROWS=config.m,
         EXPERTS=config.n,
         TILE=config.k,
-        ALIGN=align,
-        EXPERT_ALIGN=expert_align,
-        COLS_MASKED=cols_masked,
+        ALIGN=align_of(cols, stride),
+        EXPERT_ALIGN=_align4(experts),
+        COLS_MASKED=cols % config.k != 0,
+    )
+    return launch.bind(
+        (*tiles, splits), rows=rows, cols=cols, experts=experts, x_stride=stride, split_cols=split_cols
     )
 
 
@@ -193,31 +203,14 @@ def launch_router_linear_backward(o: RouterLinearGradients, a: RouterLinearBackw
 
 def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     experts, cols = a.weight.shape
-    target = capabilities_of(a.x.device)
-    x, weight, bias = flat_rows(a.x), a.weight.contiguous(), contiguous(a.bias)
-    rows, stride = x.shape[0], x.stride(0)
+    x, weight, y = flat_rows(a.x), a.weight.contiguous(), o.y
+    rows = x.shape[0]
     # An x that is not bf16 is split into parts, which take space too (on sm_100, that of the sums): smallest tiles.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
-    config = forward_config(experts, products, target)
-    grid = (-(-rows // config.m), -(-experts // config.n))
-    y, splits, split_cols = o.y, 1, -(-cols // config.k) * config.k
-    if not target.is_cpu and 2 * grid[0] * grid[1] <= target.multiprocessors and cols > SPLIT_COLS:
-        splits, split_cols = -(-cols // SPLIT_COLS), SPLIT_COLS
+    launch = _forward_launch(rows, cols, experts, x.stride(0), products, capabilities_of(x.device))
+    splits = launch.grid[2]
+    if splits > 1:
         y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
-    launch = _forward_launch(config, align_of(cols, stride), _align4(experts), cols % config.k != 0)
-    launch(
-        (*grid, splits),
-        *router_linear_kernel.arguments(
-            x_ptr=x,
-            weight_ptr=weight,
-            bias_ptr=bias,
-            y_ptr=y,
-            rows=rows,
-            cols=cols,
-            experts=experts,
-            x_stride=stride,
-            split_cols=split_cols,
-        ),
-    )
+    launch(*router_linear_kernel.tensors(x_ptr=x, weight_ptr=weight, bias_ptr=contiguous(a.bias), y_ptr=y))
     if splits > 1:
         sum_partials(y, o.y, few=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from .arguments import RowMapArgs, RowMapOutputs
 from .kernels import compact_kernel, count_kernel, place_kernel
 
@@ -37,6 +37,26 @@ def place_config(target: Capabilities) -> MapConfig:
     return MapConfig(64, 4)
 
 
+@remembered
+def _map_launches(
+    count: int, experts: int, rows: int, align: int, target: Capabilities
+) -> tuple[BoundLaunch, BoundLaunch]:
+    """Bind the kernels that count the rows of each expert and that place them."""
+    # Every program of the second launch reads the counts of all programs, so there are no more than fill a GPU.
+    programs = min(-(-count // 512), 16 if target.is_cpu else 128)
+    program_slots = -(-count // (programs * SLOTS)) * SLOTS
+    programs = -(-count // program_slots)
+    block, num_warps = count_config(target)
+    counting = Launch.of(count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)
+    block, num_warps = place_config(target)
+    placing = Launch.of(place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)
+    sizes = {"count": count, "experts": experts, "rows": rows, "program_slots": program_slots}
+    return (
+        counting.bind((programs, 1, 1), **sizes, program_rows=-(-rows // programs)),
+        placing.bind((programs, 1, 1), **sizes, align=align, programs=programs),
+    )
+
+
 def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
     routing, target = a.routing.contiguous(), capabilities_of(a.routing.device)
     if o.experts is not None:
@@ -54,41 +74,16 @@ def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
             ),
         )
         routing = o.experts
-    count = o.row_of_slot.numel()
-    # Every program of the second launch reads the counts of all programs, so there are no more than fill a GPU.
-    programs = min(-(-count // 512), 16 if target.is_cpu else 128)
-    program_slots = -(-count // (programs * SLOTS)) * SLOTS
-    programs = -(-count // program_slots)
-    counts = torch.empty((2, programs, a.experts), dtype=torch.int32, device=routing.device)
-    block, num_warps = count_config(target)
-    Launch.of(count_kernel, num_warps=num_warps, BLOCK=block, BINS=256)(
-        (programs, 1, 1),
-        *count_kernel.arguments(
-            routing_ptr=routing,
-            counts_ptr=counts,
-            slot_of_row_ptr=o.slot_of_row,
-            count=count,
-            experts=a.experts,
-            rows=a.rows,
-            program_slots=program_slots,
-            program_rows=-(-a.rows // programs),
-        ),
-    )
-    block, num_warps = place_config(target)
-    Launch.of(place_kernel, num_warps=num_warps, BLOCK=block, BINS=256, PIECE=16)(
-        (programs, 1, 1),
-        *place_kernel.arguments(
+    counting, placing = _map_launches(o.row_of_slot.numel(), a.experts, a.rows, a.align, target)
+    counts = torch.empty((2, counting.grid[0], a.experts), dtype=torch.int32, device=routing.device)
+    counting(*count_kernel.tensors(routing_ptr=routing, counts_ptr=counts, slot_of_row_ptr=o.slot_of_row))
+    placing(
+        *place_kernel.tensors(
             routing_ptr=routing,
             counts_ptr=counts,
             row_of_slot_ptr=o.row_of_slot,
             slot_of_row_ptr=o.slot_of_row,
             total_ptr=o.counts,
             offsets_ptr=o.offsets,
-            count=count,
-            experts=a.experts,
-            rows=a.rows,
-            align=a.align,
-            program_slots=program_slots,
-            programs=programs,
-        ),
+        )
     )
