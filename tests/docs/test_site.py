@@ -50,10 +50,11 @@ def test_page_has_every_part(name: str) -> None:
     function = public_ops()[name]
     for example in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
         assert example.source.splitlines()[0] in parts["Example"]
-    # Every argument has a line with its default.
+    # Every argument has a line with its default and its meaning.
     for parameter in inspect.signature(function).parameters.values():
         (line,) = re.findall(rf"^\| `{parameter.name}` \|.*$", parts["Arguments"], re.MULTILINE)
         assert line.count("|") == 5, line
+        assert line.split("|")[4].strip(), f"the docstring does not say what {parameter.name} means"
         if parameter.default is not parameter.empty:
             assert line.split("|")[3] == f" `{parameter.default!r}` "
     assert re.search(r"^    \S", parts[SECTIONS[2]], re.MULTILINE), "no formula"

@@ -253,8 +253,9 @@ def attention(
     keys, dim]; value: [batch, key heads, keys, v_dim]; bf16, fp16 or fp32, any strides, dims up to 256. The number of
     heads is a multiple of the number of key heads; neighboring heads share a key head.
 
-    - `is_causal`: a query sees the keys up to its own. `window=(left, right)`: it sees `left` keys before its own and
-      `right` after it, None for all; Hugging Face's `sliding_window=w` is `window=(w - 1, 0)`.
+    - `is_causal`: a query sees the keys up to its own.
+    - `window`: (left, right); a query sees `left` keys before its own and `right` after it, None for all. Hugging
+      Face's `sliding_window=w` is `window=(w - 1, 0)`.
     - `causal_align` is required if the numbers of keys and queries may differ under a mask. It says which key is a
       query's own: "lower_right" aligns the last query with the last key (FlashAttention, decoding); "upper_left" aligns
       the first query with the first key (`F.scaled_dot_product_attention`).

@@ -360,8 +360,10 @@ def glu_backward(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> GluGradients:
-    """Compute the gradients of `glu`, for hand-written backwards: dy [..., H] is the gradient of y, the other arguments
-    are those of `glu`. With `quantize` the gradients of x and up are `QTensor`s.
+    """Compute the gradients of `glu`, for hand-written backwards.
+
+    dy: [..., H], the gradient of y. The other arguments are those of `glu`. With `quantize` the gradients of x and up
+    are `QTensor`s.
 
     >>> import torch, weft
     >>> x, dy = torch.randn(48, 512, dtype=torch.bfloat16), torch.randn(48, 256, dtype=torch.bfloat16)

@@ -284,11 +284,14 @@ def qkv_prepare(
 ) -> QKV:
     """Split, normalize, rotate and transpose q, k, v and an optional gate for attention in one pass.
 
-    **Input.** Either one packed projection `qkv`, [batch, sequence, width] with `layout="bshd"`, [sequence, batch,
-    width] with "sbhd", or [tokens, width], which is split according to `heads`, a `weft.Heads`. Or `qkv` is q, with
-    separate k and v: [batch, sequence, heads, dim] or in `layout`, three-dimensional with "thd"; v may be None, and
-    `heads` is needed only if the query heads have gates. bf16, fp16 or fp32, any strides.
-
+    - `qkv`: one packed projection, [batch, sequence, width] with `layout="bshd"`, [sequence, batch, width] with
+      "sbhd", or [tokens, width]. Or q alone, with separate `k` and `v`. bf16, fp16 or fp32, any strides.
+    - `k`, `v`: with q in `qkv`, [batch, sequence, heads, dim] each or in `layout`, three-dimensional with "thd"; v may
+      be None.
+    - `heads`: a `weft.Heads`, which splits a packed projection. With separate k and v it is needed only if the query
+      heads have gates.
+    - `layout`: the order of the dimensions of the input, "bshd", "sbhd" or "thd". `out_layout`: that of the results, by
+      default the input's; "thd" joins batch and sequence.
     - `bias`: bias of the packed projection, [width] (Qwen2); bf16, fp16 or fp32. It is added first, in fp32, also to v
       and the gates. It does not go with separate q, k and v, whose projections add their own.
     - `norm`: a `weft.HeadNorm` of each head of q and k.
@@ -296,21 +299,17 @@ def qkv_prepare(
     - `positions`: int32 or int64 [sequence] or [batch, sequence], for packed or partial sequences; 0, 1, 2… by default.
       A position without a row in the table gives NaN. [3, …] for a rotation with sections.
 
-    **Output**: a `QKV` of q, k, v and gate in the dtype of the input: [batch, sequence, heads, dim], or in `out_layout`
-    ("thd" joins batch and sequence), which defaults to the input's. v is None if it was not passed, gate if there is
-    none. Everything is fp32 until the one rounding of each result.
-
-    **Cache**, for inference: the same launch also writes k and v to `cache`, a `weft.KVCache`; they are returned all
-    the same.
-
+    - `cache`: a `weft.KVCache`, for inference: the same launch also writes k and v to it; they are returned all the
+      same. Such a call has no gradients: it raises if grad mode is on and an input requires a gradient.
     - `slots`: int32 or int64, one per token: [batch, sequence], [sequence, batch] with `layout="sbhd"`, or flattened in
       this order. In a paged cache a slot is page * page_size + place. -1 and any other number that is no slot of the
       cache write nothing. Two tokens must not share a slot, which would then hold some elements of each.
-    - A call that writes to a cache has no gradients: it raises if grad mode is on and an input requires a gradient.
+    - `quantize`: "e4m3:row" or "int8:row", for inference: q and k are `QTensor`s with one scale per token and head,
+      computed from fp32, as `weft.attention` multiplies them. Keys are not smoothed: their mean over tokens is not
+      known before the last one. v is not quantized, since its scales span a whole sequence.
 
-    **Codes**, for inference: with `quantize="e4m3:row"` or "int8:row", q and k are `QTensor`s with one scale per token
-    and head, computed from fp32, as `weft.attention` multiplies them. Keys are not smoothed: their mean over tokens is
-    not known before the last one. v is not quantized, since its scales span a whole sequence.
+    Returns a `QKV` of q, k, v and gate in the dtype of the input. v is None if it was not passed, gate if there is
+    none. Everything is fp32 until the one rounding of each result.
 
     >>> import torch, weft
     >>> heads, rotation = weft.Heads(q=4, kv=2, dim=64), weft.Rotation(10000.0)

@@ -64,12 +64,15 @@ def rope(
     out_layout: Layout | None = None,
     inverse: bool = False,
 ) -> Tensor:
-    """Rotate one tensor of heads as `qkv_prepare` does: [batch, sequence, heads, dim], or in `layout`.
+    """Rotate one tensor of heads as `qkv_prepare` does.
 
     Also known as rotary embedding, rotary position embedding.
 
-    `rotation` and `positions` are as in `qkv_prepare`; `inverse` rotates the other way, as backward does, and writes
-    pairs where the rotation reads them. The result is in `out_layout`, by default the layout of x.
+    x: [batch, sequence, heads, dim], or in `layout`, "bshd", "sbhd" or "thd". `rotation` and `positions` are as in
+    `qkv_prepare`.
+
+    - `inverse`: rotate the other way, as backward does, and write pairs where the rotation reads them.
+    - `out_layout`: the layout of the result, by default that of x.
 
     >>> import torch, weft
     >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head

@@ -79,7 +79,7 @@ def linear_cross_entropy(
 
     Also known as fused linear cross entropy, cut cross entropy.
 
-    hidden [..., H], weight [V, H], target [...], bias [V] and `skip_below` are as in `linear_logprobs`. `skip_below`
+    hidden: [..., H], weight: [V, H], target: [...] and bias: [V], as in `linear_logprobs`; so is `skip_below`, which
     cannot be combined with label smoothing, whose gradient is not small in any tile. All other options, and the return
     value, are as in `cross_entropy`. With a `shard` of the vocabulary, weight and bias are this rank's, and the
     gradient of hidden is the sum over the ranks. DTensors are supported as in `linear_logprobs`.

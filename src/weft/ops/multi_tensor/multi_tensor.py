@@ -84,17 +84,17 @@ def grad_norm(
     anywhere makes it NaN, else an infinity makes it infinite; finite fp32 values neither overflow nor underflow in
     between. Equal tensors give equal bits.
 
-    - tensors: an iterable of gradients or of parameters, such as `model.parameters()`; None is skipped. As in torch, a
-      parameter, or another tensor that has a `.grad` or is a leaf that requires one, contributes its `.grad` and is
+    - `tensors`: an iterable of gradients or of parameters, such as `model.parameters()`; None is skipped. As in torch,
+      a parameter, or another tensor that has a `.grad` or is a leaf that requires one, contributes its `.grad` and is
       skipped if that is None; with no gradient at all the norm is 0. Every other tensor contributes itself, so
       `p.detach()` counts the weight.
 
       Gradients may have any shape, even empty, in bf16, fp16, fp32 or fp64, mixed, on any devices. Each counts once per
       occurrence in the list: pass a tied weight's gradient once. Non-dense tensors (slices) are copied first; dense
       tensors of any stride order are read in place. A `QTensor` is dequantized.
-    - norm_type: 1, 2, `math.inf` or "inf".
-    - groups: process groups over whose ranks the tensors are sharded. If parameters are sharded in different ways, pass
-      a list of `Shards` instead, in the same order on every rank:
+    - `norm_type`: 1, 2, `math.inf` or "inf".
+    - `groups`: process groups over whose ranks the tensors are sharded. If parameters are sharded in different ways,
+      pass a list of `Shards` instead, in the same order on every rank:
 
           dense, split by tensor parallelism     Shards(a, (tp, pp))
           dense, replicated in it (norms)        Shards(b, (pp,))
@@ -104,8 +104,8 @@ def grad_norm(
       data-parallel group. A DTensor (FSDP2, tensor parallelism) knows the groups that shard it; `groups` names only
       groups outside its mesh, such as pipeline stages. All ranks of a mesh pass their shards of the same DTensors, in
       the same order.
-    - device: device of the result, by default that of the first tensor that is not on a CPU. Set it if the list may be
-      empty and a group needs tensors on a GPU.
+    - `device`: device of the result, by default that of the first tensor that is not on a CPU. Set it if the list may
+      be empty and a group needs tensors on a GPU.
 
     Sums of p-th powers are added over groups in fp64, with one collective per group; the result is a plain tensor, the
     same on all ranks. A DTensor placed as `Partial` is summed first, with a collective of its own.
@@ -165,14 +165,15 @@ def clip_grads_(
     Each element is multiplied by min(1, max_norm / (norm + 1e-6)), torch's coefficient, in fp32, and rounded once. The
     coefficient is computed on the device, so the host does not wait; if it is 1, nothing is read or written.
 
-    - parameters, norm_type, groups, device: as in `grad_norm`. A tensor that contributes its `.grad` is never written
-      itself. Each rank scales its shard of a DTensor. A `QTensor` keeps its codes; its fp32 scales (for nvfp4 the
-      global scale) are multiplied. Power-of-two scales then no longer are, so `pow2` is dropped from its format. mx
-      scales can only be powers of two, so mx gradients raise ValueError.
-    - error_if_nonfinite: raise RuntimeError instead of clipping by an infinite or NaN norm. Only this option makes the
-      host wait for the device.
-    - foreach: ignored; accepted for compatibility with torch.
-    - norm: the norm to clip by, if `grad_norm` was called before (perhaps with more tensors); computed by default.
+    - `max_norm`: the largest norm that leaves the gradients as they are.
+    - `parameters`, `norm_type`, `groups`, `device`: as in `grad_norm`. A tensor that contributes its `.grad` is never
+      written itself. Each rank scales its shard of a DTensor. A `QTensor` keeps its codes; its fp32 scales (for nvfp4
+      the global scale) are multiplied. Power-of-two scales then no longer are, so `pow2` is dropped from its format.
+      mx scales can only be powers of two, so mx gradients raise ValueError.
+    - `error_if_nonfinite`: raise RuntimeError instead of clipping by an infinite or NaN norm. Only this option makes
+      the host wait for the device.
+    - `foreach`: ignored; accepted for compatibility with torch.
+    - `norm`: the norm to clip by, if `grad_norm` was called before (perhaps with more tensors); computed by default.
 
     As in torch, an infinite norm turns finite elements into 0 and infinite ones into NaN, and a NaN norm turns
     everything into NaN: check the norm, or `any_nonfinite`, before the optimizer step. Tensors that share memory raise

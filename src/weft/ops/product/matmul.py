@@ -244,7 +244,7 @@ def matmul(
 
     Also known as FP8 GEMM, blockwise GEMM, scaled_mm.
 
-    a: [..., M, K], b: [..., K, N] in one dtype, bf16, fp16 or fp32, with any strides and `torch.matmul`'s rules for
+    a, b: [..., M, K] and [..., K, N] in one dtype, bf16, fp16 or fp32, with any strides and `torch.matmul`'s rules for
     vectors and leading dimensions. Either may be a `QTensor`; pass a weight [N, K], quantized or not, as `w.T`.
 
     | a              | b                              |                                                           |

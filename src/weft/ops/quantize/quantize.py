@@ -165,7 +165,9 @@ def quantize(
     return_amax: bool = False,
     seed: int | None = None,
 ) -> QTensor | tuple[QTensor, Tensor]:
-    """Quantize x [..., K] (bf16, fp16 or fp32) to a `QTensor`.
+    """Quantize a tensor to a `QTensor`.
+
+    x: [..., K] in bf16, fp16 or fp32.
 
     - `format`: a `Format`, a block name or a spec such as "e5m2:1x128:deepgemm". The NVFP4 training recipe uses
       "nvfp4_16x16" for weights and "e2m1:nvfp4:te:hadamard-columnwise" for activations and (with a `seed`) gradients.
@@ -218,8 +220,10 @@ def quantize(
 
 
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dequantize a `QTensor`: q * d in fp32, rounded once to `dtype` (q's own by default). Reads the row-wise copy if
-    there is one; the gradient passes straight through.
+    """Dequantize a `QTensor`: codes times scales in fp32, rounded once.
+
+    q: a `QTensor`; its row-wise copy is read if there is one. dtype: that of the result, by default q's own. The
+    gradient passes straight through.
 
     >>> import torch, weft
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()

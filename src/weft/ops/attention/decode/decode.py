@@ -147,10 +147,14 @@ def mla_decode(
     """Attend to a cache of latents (DeepSeek): all heads share one row of 576 elements as key, and its first 512 as
     value.
 
-    query: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512 elements)
-    and q_rope (64), concatenated. The cache has only k, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in
-    uint8 [pages, page_size, 1, 656] (512 e4m3 codes, four fp32 scales, 64 bf16 elements), for queries in bf16. `scale`
-    has no default: it is the scale of the heads before absorption, 192 ** -0.5 times YaRN's factor, not 576 ** -0.5.
+    - `query`: [sequences, heads, 576] or [sequences, queries, heads, 576], the absorbed queries: q_nope W_uk (512
+      elements) and q_rope (64), concatenated.
+    - `cache`: a `weft.KVCache` that has only k, [pages, page_size, 1, 576], or FlashMLA's rows of bytes in uint8
+      [pages, page_size, 1, 656] (512 e4m3 codes, four fp32 scales, 64 bf16 elements), for queries in bf16.
+    - `page_table`, `lengths`: as in `attention_decode`.
+    - `scale` has no default: it is the scale of the heads before absorption, 192 ** -0.5 times YaRN's factor, not
+      576 ** -0.5.
+    - `return_lse`: also return the lse of each query and head, as `attention_decode` does.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))

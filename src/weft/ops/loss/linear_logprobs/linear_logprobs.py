@@ -343,7 +343,7 @@ def linear_logprobs(
 ) -> Tensor | LogProbs:
     """Return log(softmax(hidden @ weight^T + bias)) of each token's target, fp32 [...], without materializing logits.
 
-    hidden: [..., H], weight: [V, H] and bias: [V] in bf16, fp16 or fp32, of any strides (a weight whose rows are not
+    hidden, weight, bias: [..., H], [V, H] and [V], in bf16, fp16 or fp32, of any strides (a weight whose rows are not
     contiguous is copied). An FP8 `QTensor` as weight is first dequantized as a whole; its gradient passes straight
     through to the tensor it was quantized from. target: [...] in int32 or int64. Each result of each token has its own
     gradient, so any loss can be built from log-probabilities, entropies and lse.
@@ -353,7 +353,8 @@ def linear_logprobs(
     - `ignore_index`: a token with this target is skipped: its results and its gradient are 0, its hidden state is not
       read. Any other target that is no row of weight is an IndexError on the CPU; on a GPU, which is never synchronized
       to check, it makes the token's results NaN and its gradient 0.
-    - `return_lse`, `return_entropy`, …: further results of each token; the return value is then a `LogProbs`:
+    - `return_lse`, `return_entropy`, `return_accuracy`, `return_mean_logits`, `return_log_sum_squares`: further results
+      of each token; the return value is then a `LogProbs`:
 
       | name              |                                                                                         |
       |-------------------|-----------------------------------------------------------------------------------------|

@@ -364,9 +364,10 @@ def unpermute(
 
     Also known as MoE combine.
 
-    y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. Without `probs` all are 1. The sum
-    is in fp32, in the order of the slots, rounded once to y's dtype: the same bits every run. Returns x [..., K], and
-    with `carried` [rows] also its value for each slot, in the shape of probs.
+    y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. rows: the map of `row_map` that
+    `permute` used. Without `probs` all are 1. The sum is in fp32, in the order of the slots, rounded once to y's
+    dtype: the same bits every run. Returns x [..., K], and with `carried` [rows] also its value for each slot, in the
+    shape of probs.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])

@@ -228,16 +228,17 @@ def route(
     out_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype = torch.int32,
 ) -> Routing:
-    """Choose k of E experts for each token, and weigh them. logits: [..., E] in fp32, bf16 or fp16, of any strides.
+    """Choose k of E experts for each token, and weigh them.
 
     Also known as top-k router, gating.
 
-    `convention` selects the variant of a library or model: "megatron" (Megatron-LM and TransformerEngine),
-    "torchtitan", "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as in HuggingFace transformers.
-    `CONVENTIONS` lists what each does; arguments that are None take their default from it. A convention does not
-    include the values of a model's configuration: DeepSeek-V3 itself also needs k=8, groups=8, group_topk=4, scale=2.5
-    and its bias.
+    logits: [..., E] in fp32, bf16 or fp16, of any strides. k: the number of experts of a token.
 
+    - `convention`: the variant of a library or model: "megatron" (Megatron-LM and TransformerEngine), "torchtitan",
+      "vllm" or "sglang"; or "qwen3", "mixtral", "gpt_oss" or "deepseek_v3", as in HuggingFace transformers.
+      `CONVENTIONS` lists what each does; arguments that are None take their default from it. A convention does not
+      include the values of a model's configuration: DeepSeek-V3 itself also needs k=8, groups=8, group_topk=4,
+      scale=2.5 and its bias.
     - `score`: "softmax", "sigmoid" or "sqrtsoftplus"; by default sigmoid for "deepseek_v3" and softmax for the others.
       `post_softmax`: softmax over the chosen logits, not over all.
     - `bias` [E]: added to the scores for the choice, never to the weights; it has no gradient.

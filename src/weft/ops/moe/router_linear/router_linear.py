@@ -98,8 +98,8 @@ router_linear_op = RouterLinearOp()
 def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias` in fp32, for any dtypes of x and weight, without a copy of x in fp32.
 
-    x: [..., H] in bf16, fp16 or fp32, of any strides. weight: [E, H], bias: [E], in any of these. Returns fp32
-    [..., E]. Its only error is that of fp32 summation: no operand is rounded to TF32 or bf16. Gradients have the
+    x: [..., H] in bf16, fp16 or fp32, of any strides. weight: [E, H], in any of these; bias: [E], likewise. Returns
+    fp32 [..., E]. Its only error is that of fp32 summation: no operand is rounded to TF32 or bf16. Gradients have the
     dtypes of their tensors, rounded once from fp32 sums.
 
     >>> import torch, weft
