@@ -6,8 +6,9 @@ compared with that of the decoded elements.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,13 +34,17 @@ COPIES = {
     "columnwise": {"rowwise": False, "columnwise": True},
     "both": {"rowwise": True, "columnwise": True},
 }
-# Cases of the day: every set of copies once.
-USUAL = {("1x128", "both"), ("nvfp4", "rowwise"), ("int8:row", "columnwise")}
-CASES = [
-    pytest.param(spec, copies, marks=[] if (spec, copies) in USUAL else [pytest.mark.slow])
-    for spec in FORMATS
-    for copies in COPIES
-]
+# Cases of the day: each set of copies, in turn, so that each op meets one and each case a third of the ops.
+USUAL = (("1x128", "both"), ("nvfp4", "rowwise"), ("int8:row", "columnwise"))
+
+
+def each_with_every_case(ops: Iterable[str]) -> list[Any]:
+    """Return parameters for ops, formats and copies; all but one case of each op are slow tests."""
+    return [
+        pytest.param(op, *case, marks=[] if case == USUAL[turn % len(USUAL)] else [pytest.mark.slow])
+        for turn, op in enumerate(ops)
+        for case in itertools.product(FORMATS, COPIES)
+    ]
 
 
 @cache
@@ -116,8 +121,7 @@ def assert_read_or_refused(
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("spec", "copies"), CASES)
-@pytest.mark.parametrize("op", weft.catalogue)
+@pytest.mark.parametrize(("op", "spec", "copies"), each_with_every_case(weft.catalogue))
 def test_codes_as_an_argument_are_read_or_refused(op: str, spec: str, copies: str, backend: Any) -> None:
     workload = smallest(op)
     assert workload is not None
@@ -132,8 +136,10 @@ def test_codes_as_an_argument_are_read_or_refused(op: str, spec: str, copies: st
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("spec", "copies"), CASES)
-@pytest.mark.parametrize("op", [name for name, op in weft.catalogue.items() if op.differentiable])
+@pytest.mark.parametrize(
+    ("op", "spec", "copies"),
+    each_with_every_case(name for name, op in weft.catalogue.items() if op.differentiable),
+)
 def test_codes_as_a_gradient_are_read(op: str, spec: str, copies: str, backend: Any) -> None:
     """Every gradient is decoded: refusing it would be an error in the middle of a backward pass."""
     workload = smallest(op)

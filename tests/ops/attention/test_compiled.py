@@ -124,11 +124,8 @@ def compiled(jobs: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any
 
 # Compiled in every run; the rest are slow tests.
 COMMON = [
-    ("sm_80", "bf16-128", "attention_kernel"),
     ("sm_90", "bf16-128", "attention_kernel"),
-    ("sm_90", "bf16-64", "query_gradient_kernel"),
     ("sm_100", "bf16-128", "key_gradient_kernel"),
-    ("gfx950", "bf16-packed", "key_gradient_kernel"),
 ]
 
 

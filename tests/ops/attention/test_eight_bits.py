@@ -152,7 +152,9 @@ def seen_keys(inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
     return grad.ne(0).any(-1).any(1)
 
 
-@pytest.mark.parametrize(("case", "element", "values"), covering(list(HIDDEN), ELEMENTS, [None, "e4m3"]))
+@pytest.mark.parametrize(
+    ("case", "element", "values"), covering(list(HIDDEN), ELEMENTS, [None, "e4m3"], together=1)
+)
 def test_keys_that_no_query_sees_change_no_bit(case: str, element: Any, values: Any) -> None:
     """Unseen keys used to enter the mean that smooths the keys."""
     inputs, options = HIDDEN[case]

@@ -18,6 +18,7 @@ import weft
 from tests.ops.attention.own import attend
 from tests.ops.attention.test import heads, packed
 from tests.ops.attention.test_decode import E4M3, PAGE, latent_rows, problem
+from tests.support.covering import covering
 from weft.lab.families.decode import decode
 from weft.runtime import choosing_for
 
@@ -96,8 +97,7 @@ def test_starts_lead_to_no_other_codes_of_values() -> None:
     assert other[120:].isnan().all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("last", [MANY, 151, 60, -1])
+@pytest.mark.parametrize(("last", "causal"), covering([MANY, 151, 60, -1], [False, True], together=1))
 def test_a_sequence_out_of_range_is_nan_and_its_neighbors_are_not(last: int, causal: bool) -> None:
     """Cases: a last start beyond the tokens, and one before the sequence begins."""
     inputs = packed([70, 80])
@@ -161,13 +161,16 @@ def decoded(inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
 CODED: dict[str, Any] = {"plain": None, "token": (E4M3, "token"), "tensor": (torch.int8, "tensor")}
 
 
-@pytest.mark.parametrize("coded", CODED)
 @pytest.mark.parametrize(
-    ("page", "lengths"), [(PAGE, [40, 30, 33]), (PAGE, [600, 30, 1100]), (128, [300, 30, 1100])]
+    ("coded", "page_and_lengths"),
+    covering(
+        list(CODED), [(PAGE, [40, 30, 33]), (PAGE, [600, 30, 1100]), (128, [300, 30, 1100])], together=1
+    ),
 )
-def test_pages_that_do_not_exist(coded: str, page: int, lengths: list[int]) -> None:
+def test_pages_that_do_not_exist(coded: str, page_and_lengths: tuple[int, list[int]]) -> None:
     """A sequence with a missing page gives NaN, and its neighbors keep their bits: with one part and several, with
     pages smaller than a tile and pages of whole tiles."""
+    page, lengths = page_and_lengths
     inputs = problem(lengths, page=page, coded=CODED[coded], queries=2)
     for name in inputs.keys() - {"query", "page_table", "lengths"}:  # otherwise page 0 would look right
         if inputs[name].dim():
@@ -205,8 +208,7 @@ def test_pages_before_the_window_may_be_gone(length: int, page: int) -> None:
         assert decoded(inputs | {"page_table": table}, window=9)["out"].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("width", [3, 40])
+@pytest.mark.parametrize(("width", "dtype"), covering([3, 40], [torch.int32, torch.int64], together=1))
 def test_lengths_out_of_range(width: int, dtype: torch.dtype) -> None:
     """A length below 0 means no tokens; one above the table's capacity gives NaN, also where 32 bits would wrap."""
     room = width * PAGE

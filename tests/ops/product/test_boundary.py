@@ -33,6 +33,9 @@ ERRORS = {
     "int8_row": 0.06,
 }
 
+# Recipes that the longest test runs by day; the others run by night.
+BY_DAY = (None, "fp8_block", "nvfp4")
+
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
@@ -230,7 +233,10 @@ def assert_partly_frozen(
 @pytest.mark.parametrize(
     "biased", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="biased")]
 )
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=[] if r in BY_DAY else [pytest.mark.slow]) for r in (None, *RECIPES)],
+)
 def test_experts_with_one_trained_parameter(recipe: str | None, biased: bool) -> None:
     """Training only `down`, or only the routing weights, used to read uninitialized memory."""
     tensors = layer_of_experts()

@@ -94,8 +94,6 @@ def compiled(products: Iterable[tuple[str, str]]) -> dict[tuple[str, str], list[
 CHANGED = {
     ("sm_90", "bf16"),
     ("sm_90", "fp8-blocks"),
-    ("sm_100", "fp8-row"),
-    ("sm_120", "nvfp4"),
     ("gfx950", "mxfp8"),
 }
 
