@@ -301,7 +301,7 @@ class _Tape(TorchDispatchMode):
     """Record of what is done to memory, in order, while it is done."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], object]] = []
         self.saved: list[Any] = []
         self.random = torch.get_rng_state()  # after the last random operation

@@ -313,7 +313,7 @@ class DeferredLogits:
         return self.tensor()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._read().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self._read(), memo)
@@ -383,7 +383,7 @@ def deferred_cross_entropy(
         input._refuse_to_wait()
     loss = input._with_weight(consume)
     if loss.requires_grad and not torch.compiler.is_compiling():
-        loss.register_hook(functools.partial(_close, input._first()))  # type: ignore[no-untyped-call]
+        loss.register_hook(functools.partial(_close, input._first()))
     return loss.to(input.dtype)
 
 

@@ -67,7 +67,7 @@ def experts_forward(
 _UNIT = "weft_gated_unit"  # attribute in which a module caches its recognized unit
 
 
-@torch.compiler.disable(  # type: ignore[no-untyped-call]
+@torch.compiler.disable(
     reason="experts are recognized by trying them: call the model once before compiling it"
 )
 def _recognize(module: torch.nn.Module) -> UnitOptions:

@@ -51,7 +51,7 @@ class GatheredWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> GatheredWeight:
         copy = GatheredWeight(self.plain.detach().clone(), self.spec)

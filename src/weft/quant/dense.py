@@ -29,7 +29,7 @@ class _Dense(Tensor):
         return f"{type(self).__name__}({self.dense!r})"
 
     def __format__(self, spec: str) -> str:
-        return self.dense.__format__(spec)  # type: ignore[no-untyped-call, no-any-return]
+        return self.dense.__format__(spec)  # type: ignore[no-any-return]
 
     def tolist(self) -> Any:
         return self.dense.tolist()
@@ -38,10 +38,10 @@ class _Dense(Tensor):
         return self.dense.numpy(force=force)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.dense.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.dense.__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
+        return self.dense.__deepcopy__(memo)  # type: ignore[no-any-return]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["dense"], None

@@ -162,7 +162,7 @@ class QTensor(Tensor):
         return _rebuild, (tuple(self.shape), self.dtype, self.spec, *parts, self.requires_grad, is_parameter)
 
     def share_memory_(self) -> QTensor:
-        self._map(lambda part: part.share_memory_())  # type: ignore[no-untyped-call]
+        self._map(lambda part: part.share_memory_())
         return self
 
     @property

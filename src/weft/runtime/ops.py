@@ -52,7 +52,7 @@ _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 _modes_seen_through = 0  # `seen_through`
 
-_library: Any = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("weft", "DEF")
 
 
 class Nothing(NamedTuple):
@@ -370,9 +370,9 @@ def apply(function: type[Function], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         if not any(isinstance(a, Tensor) and a.requires_grad for a in args) or not torch.is_grad_enabled():
             return function.forward(*args)  # Dynamo would pass an unsupported context
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function.apply(*args)
     if is_transformed():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function.apply(*args)
     return _core_apply(function)(*args)
 
 

@@ -19,7 +19,7 @@ class FreshMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.freed: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
+        self.freed: Callable[[], bool] = StorageWeakRef(storage).expired
         self.low = storage.data_ptr()
         self.high = self.low + storage.nbytes()
         _fill(self.low, storage.nbytes())
