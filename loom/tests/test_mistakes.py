@@ -106,6 +106,7 @@ def test_the_correction_is_not_reported(case: Mistake) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
 @every_mistake
 def test_the_correction_is_right(case: Mistake) -> None:
     torch.testing.assert_close(*case.run(fixed=True))
