@@ -30,6 +30,7 @@ LAYERS = (
     "weft.aot",
     "weft.cli",
     "weft.lab",
+    "weft.testing",
     "weft.__main__",
 )
 # `weft aot build` asks the laboratory which calls the workloads make.

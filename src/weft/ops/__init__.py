@@ -33,6 +33,7 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
+from .pointwise.pointwise import pointwise
 from .product.delayed import DelayedScaling
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
@@ -89,6 +90,7 @@ __all__ = [
     "merge_attention",
     "mla_decode",
     "permute",
+    "pointwise",
     "qkv_prepare",
     "quantize",
     "record_engines",

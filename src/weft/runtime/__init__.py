@@ -5,7 +5,7 @@ from .backend import backend, launch_device, serves, set_backend
 from .capabilities import Capabilities, warp_size_of
 from .catalogue import catalogue
 from .choices import choice
-from .fields import Fields, G, Maybe, MaybeStr, Present, Written
+from .fields import Fields, G, Maybe, MaybeNumber, MaybeStr, Present, Written
 from .launch import (
     BoundLaunch,
     Kernel,
@@ -47,6 +47,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Maybe",
+    "MaybeNumber",
     "MaybeStr",
     "Nothing",
     "Op",

@@ -42,6 +42,8 @@ Written = Annotated[list[Tensor], "written"]
 # member knows that it is there, as the codes of an operand are once the operand is known to be quantized.
 Maybe = Annotated[Tensor, "may be None"]
 MaybeStr = Annotated[str, "may be None"]
+# Annotation of an integer or a float, or None.
+MaybeNumber = Annotated[float, "an integer or a float, or None"]
 
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
@@ -56,6 +58,7 @@ _SCHEMA: dict[Any, str] = {
     Written: "Tensor[]",
     Maybe: "Tensor?",
     MaybeStr: "str?",
+    MaybeNumber: "Scalar?",
 }
 
 

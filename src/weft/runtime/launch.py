@@ -37,6 +37,7 @@ _POINTERS = {
     torch.float8_e8m0fnu: "*u8",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.bool: "*i1",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -274,7 +275,7 @@ class BoundLaunch:
     def __init__(self, launch: Launch, grid: tuple[int, int, int], integers: tuple[int, ...]) -> None:
         self.launch, self.grid, self.integers = launch, grid, integers
         # Compare each with a constant: comparing symbolic sizes with each other would split cases.
-        self._wide = any(integer >= WIDE for integer in integers)
+        self._wide = any(integer >= WIDE or integer < -WIDE for integer in integers)
         # With structs, the integers are bound into the launcher.
         self._rest = integers if launch.kernel.layout.is_flat else ()
         self._cache: dict[Any, _Prepared] = {}

@@ -288,7 +288,7 @@ class Op(Generic[A, O]):
         if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(destinations)):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
-        if self.is_traced(a) or not self.serves(a[0]):
+        if self.is_traced(a) or not self.serves_call(a):
             outputs = [
                 result if target is None else target.copy_(result)
                 for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)
@@ -318,6 +318,10 @@ class Op(Generic[A, O]):
             return any(map(self.serves, x))
         return serves(x.device) and x.dtype is not torch.float64 and x.numel() != 0
 
+    def serves_call(self, a: A) -> bool:
+        """Return whether kernels serve a call. The first argument decides, unless an op says otherwise."""
+        return self.serves(a[0])
+
     def present_in(self, a: A) -> Present | None:
         """Return which outputs are not None, or None if no output is optional."""
         if self._as_needed:
@@ -332,7 +336,7 @@ class Op(Generic[A, O]):
                 return self.run(a)
         if self.validate is not None:
             self.validate(a)
-        if self.serves(a[0]):
+        if self.serves_call(a):
             outputs = self.allocate(a)
             self.launch(outputs, a)
         else:

@@ -1,0 +1,216 @@
+"""Types of the nodes of a scalar function, and the two things that it becomes: PyTorch operations and Triton text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .expression import Graph, Value
+from .primitives import FLOATS, PRIMITIVES, TYPES
+
+FLOAT = torch.float32  # the type of all floats in a function; fp64 where the reference is given that
+NAMES = {dtype: name for name, dtype in TYPES.items() if name not in FLOATS} | {FLOAT: "float32"}
+
+
+TENSOR, ELEMENT, NUMBER = range(3)
+
+
+class Typed(NamedTuple):
+    """Type of a parameter or of a node. As in PyTorch, tensors with dimensions decide the width of what they meet, then
+    those of dimension 0, then numbers."""
+
+    dtype: torch.dtype
+    rank: int = TENSOR  # or ELEMENT, NUMBER
+
+
+def _category(dtype: torch.dtype) -> int:
+    return 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def promoted(types: Sequence[Typed]) -> Typed:
+    """Return the type that operands share: the widest of those that decide, among the highest of bools, integers and
+    floats."""
+    highest = max(_category(each.dtype) for each in types)
+    candidates = [each for each in types if _category(each.dtype) == highest]
+    deciding = min(each.rank for each in candidates)
+    dtypes = (each.dtype for each in candidates if each.rank == deciding)
+    return Typed(functools.reduce(torch.promote_types, dtypes), min(each.rank for each in types))
+
+
+def kind_of(value: Any) -> Typed:
+    """Return the type of an argument."""
+    if isinstance(value, Tensor):
+        return Typed(value.dtype, TENSOR if value.dim() else ELEMENT)
+    if isinstance(value, (bool, torch.SymBool)):
+        return Typed(torch.bool, NUMBER)
+    return Typed(torch.int64 if isinstance(value, (int, torch.SymInt)) else FLOAT, NUMBER)
+
+
+def in_function(kind: Typed) -> Typed:
+    """Return the type of an argument inside a function, where all floats are one."""
+    return kind._replace(dtype=FLOAT) if kind.dtype.is_floating_point else kind
+
+
+def operand_type(name: str, operands: Sequence[Typed]) -> Typed:
+    """Return the type that a primitive converts its operands to: of a `where`, the two that it chooses from."""
+    kind = PRIMITIVES[name].kind
+    if kind == "float" or name in ("isnan", "isinf"):
+        return Typed(FLOAT, min(each.rank for each in operands))
+    common = promoted(operands[1:] if name == "where" else operands)
+    common = common._replace(rank=min(each.rank for each in operands))
+    if kind == "bits" and common.dtype.is_floating_point:
+        raise TypeError(
+            f"{name} takes integers and bools; convert floats with .to(tl.int32), or use tl.floor(a / b)"
+        )
+    if common.dtype is torch.bool and (kind == "number" or name in ("floordiv", "lshift", "rshift")):
+        raise TypeError(
+            f"{name} takes numbers; convert bools with .to(tl.int32), or combine them with &, | and ~"
+        )
+    return common
+
+
+class Scalar:
+    """Scalar function of named parameters with named results."""
+
+    def __init__(self, graph: Graph, results: Mapping[str, Value]) -> None:
+        self.graph = graph
+        self.results = dict(results)
+        self._types: dict[tuple[Typed, ...], dict[int, Typed]] = {}
+        self.order = graph.needed(results.values())
+        used = {graph.nodes[index].value for index in self.order if graph.nodes[index].name == "parameter"}
+        self.parameters = tuple(name for name in graph.parameters if name in used)
+
+    def types(self, kinds: tuple[Typed, ...]) -> dict[int, Typed]:
+        """Return the type of every node for parameters of these kinds, in the order of `parameters`."""
+        if kinds not in self._types:
+            self._types[kinds] = self._typed(kinds)
+        return self._types[kinds]
+
+    def _typed(self, kinds: tuple[Typed, ...]) -> dict[int, Typed]:
+        by_name = dict(zip(self.parameters, kinds, strict=True))
+        types: dict[int, Typed] = {}
+        for index in self.order:
+            node = self.graph.nodes[index]
+            if node.name == "parameter":
+                types[index] = in_function(by_name[node.value])
+            elif node.name == "number":
+                types[index] = kind_of(node.value)
+            elif node.name == "cast":
+                types[index] = Typed(TYPES[node.value], types[node.inputs[0]].rank)
+            else:
+                common = operand_type(node.name, [types[i] for i in node.inputs])
+                is_bool = PRIMITIVES[node.name].kind == "comparison"
+                types[index] = common._replace(dtype=torch.bool) if is_bool else common
+        return types
+
+    def dtypes(self, kinds: tuple[Typed, ...], floats: torch.dtype) -> list[torch.dtype]:
+        """Return the dtypes of the results, of which `floats` is that of floats."""
+        types = self.types(kinds)
+        dtypes = (types[result.index].dtype for result in self.results.values())
+        return [floats if dtype.is_floating_point else dtype for dtype in dtypes]
+
+    # ---- in PyTorch -------------------------------------------------------------------------------------------
+
+    def evaluate(self, values: Mapping[str, Any], wide: torch.dtype = FLOAT) -> list[Any]:
+        """Return the results in PyTorch, not rounded yet: floats are computed in `wide`."""
+        kinds = tuple(kind_of(values[name]) for name in self.parameters)
+        types = self.types(kinds)
+        device = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
+
+        def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+            dtype = wide if dtype.is_floating_point else dtype
+            return value if value.dtype is dtype else value.ne(0) if dtype is torch.bool else value.to(dtype)
+
+        done: dict[int, Tensor] = {}
+        for index in self.order:
+            node, typed = self.graph.nodes[index], types[index]
+            if node.name in ("parameter", "number"):
+                value = values[node.value] if node.name == "parameter" else node.value
+                dtype = wide if typed.dtype.is_floating_point else typed.dtype
+                is_tensor = isinstance(value, Tensor)
+                done[index] = (
+                    cast(value, dtype) if is_tensor else torch.tensor(value, dtype=dtype, device=device)
+                )
+                continue
+            operands = [done[i] for i in node.inputs]
+            if node.name == "cast":
+                done[index] = cast(operands[0], typed.dtype)
+                continue
+            common = operand_type(node.name, [types[i] for i in node.inputs]).dtype
+            operands = [
+                cast(each, torch.bool if node.name == "where" and i == 0 else common)
+                for i, each in enumerate(operands)
+            ]
+            done[index] = PRIMITIVES[node.name].torch(*operands)
+        return [done[result.index] for result in self.results.values()]
+
+    # ---- in Triton --------------------------------------------------------------------------------------------
+
+    def lines(self, kinds: tuple[Typed, ...]) -> tuple[list[str], list[str]]:
+        """Return lines of Triton that compute with variables named as the parameters, and the expressions of the
+        results."""
+        types = self.types(kinds)
+        lines: list[str] = []
+        texts: dict[int, str] = {}
+
+        def operand(index: int, dtype: torch.dtype) -> str:
+            node = self.graph.nodes[index]
+            if node.name == "number":
+                return literal(node.value, dtype)
+            return converted(texts[index], types[index].dtype, dtype)
+
+        for index in self.order:
+            node = self.graph.nodes[index]
+            if node.name == "number":
+                continue
+            if node.name == "parameter":
+                texts[index] = node.value
+                continue
+            if node.name == "cast":
+                text = operand(node.inputs[0], types[index].dtype)
+            else:
+                common = operand_type(node.name, [types[i] for i in node.inputs]).dtype
+                is_where = node.name == "where"
+                template = PRIMITIVES[node.name].triton
+                if node.name == "mod" and common.is_floating_point:
+                    template = "libdevice.fmod({0}, {1})"
+                text = template.format(
+                    *(
+                        operand(i, torch.bool if is_where and at == 0 else common)
+                        for at, i in enumerate(node.inputs)
+                    )
+                )
+            texts[index] = f"v{index}"
+            lines.append(f"v{index} = {text}")
+        return lines, [operand(result.index, types[result.index].dtype) for result in self.results.values()]
+
+
+def literal(value: Any, dtype: torch.dtype) -> str:
+    """Return a number as Triton reads it."""
+    if dtype is torch.bool:
+        return repr(bool(value))
+    if not dtype.is_floating_point:
+        return repr(int(value))
+    text = repr(float(value))
+    return f"float('{text}')" if text.strip("-") in ("inf", "nan") else text
+
+
+def converted(text: str, dtype: torch.dtype, wanted: torch.dtype) -> str:
+    if dtype is wanted:
+        return text
+    return f"({text} != 0)" if wanted is torch.bool else f"{text}.to(tl.{NAMES[wanted]})"
+
+
+def float_dtype(values: Iterable[Any]) -> torch.dtype:
+    """Return the dtype of float results: `torch.result_type` of all arguments, or PyTorch's default for integers."""
+    tensors: list[torch.dtype] = []
+    scalars: list[torch.dtype] = []
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype.is_floating_point:
+            (tensors if value.dim() else scalars).append(value.dtype)
+    chosen = tensors or scalars
+    return functools.reduce(torch.promote_types, chosen) if chosen else torch.get_default_dtype()

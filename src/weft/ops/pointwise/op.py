@@ -1,0 +1,240 @@
+"""Ops of scalar functions: arguments and outputs by the names of a function's parameters, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...runtime import (
+    Backward,
+    Gradients,
+    Maybe,
+    MaybeNumber,
+    Op,
+    Sharding,
+    capabilities_of,
+    catalogue,
+    serves,
+)
+from .lowering import FLOAT, Scalar, float_dtype, kind_of
+
+A = TypeVar("A", bound=tuple[Any, ...])
+O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
+
+# Variants for one set of dtypes: flat or with up to three dimensions before the last, which of the operands vary along
+# them, alignment, sizes below 2^30 or not.
+VARIANTS = 64
+
+
+def broadcast(tensors: Mapping[str, Tensor]) -> torch.Size:
+    """Return the shape that tensors are broadcast to."""
+    try:
+        shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors.values()))
+        return shape
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"the shapes cannot be broadcast together: {shapes}") from None
+
+
+def allocated(shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Allocate a result: with the order in memory of the first tensor that has its shape, else contiguous."""
+    first = next(iter(tensors.values()))
+    like = next((t for t in tensors.values() if t.shape == shape), None)
+    return first.new_empty(shape, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype)
+
+
+class PointwiseOp(Op[A, O], name="", variants=VARIANTS):
+    """Op of a scalar function. Its first arguments are the parameters that are tensors, the next ones those that are
+    numbers; each parameter is None in one of the two."""
+
+    parameters: tuple[str, ...]
+
+    def values(self, a: Any) -> dict[str, Any]:
+        """Return tensors and numbers by the names of their parameters."""
+        count = len(self.parameters)
+        return {
+            name: number if tensor is None else tensor
+            for name, tensor, number in zip(self.parameters, a[:count], a[count : 2 * count], strict=True)
+        }
+
+    def tensors(self, a: Any) -> dict[str, Tensor]:
+        return {name: t for name, t in zip(self.parameters, a, strict=False) if t is not None}
+
+    def serves_call(self, a: Any) -> bool:
+        tensors = [t for t in self.arguments.tensors(a) if t is not None]
+        return self.serves(tensors[0]) and all(t.dtype is not torch.float64 and t.numel() for t in tensors)
+
+    def wide(self, values: Mapping[str, Any]) -> torch.dtype:
+        """Return the dtype in which the reference computes floats."""
+        return torch.float64 if any(kind_of(v).dtype is torch.float64 for v in values.values()) else FLOAT
+
+
+class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
+    """Op that computes the results of a scalar function."""
+
+    scalar: Scalar
+    backward_op: Any
+
+    def result_dtypes(self, a: Any) -> list[torch.dtype]:
+        values = self.values(a)
+        kinds = tuple(kind_of(values[name]) for name in self.scalar.parameters)
+        return self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
+
+    def serves_call(self, a: Any) -> bool:
+        return super().serves_call(a) and torch.float64 not in self.result_dtypes(a)
+
+    def allocate(self, a: Any) -> Any:
+        tensors = self.tensors(a)
+        shape = broadcast(tensors)
+        return self.outputs.build(*(allocated(shape, dtype, tensors) for dtype in self.result_dtypes(a)))
+
+    def launch(self, outputs: Any, a: Any) -> None:
+        from .launch import launch_scalar
+
+        launch_scalar(self.name, self.scalar, self.values(a), outputs._asdict())
+
+    def run(self, a: Any) -> Any:
+        """Compute by the plan for this layout of arguments, which knows all but addresses and floats."""
+        count = len(self.parameters)
+        layout: list[Any] = []
+        device: Any = None
+        for i in range(count):
+            t = a[i]
+            if t is not None:
+                device = t.device
+                layout.append((t.shape, t.stride(), t.dtype))
+            else:
+                number = a[count + i]
+                layout.append(float if type(number) is float else number)
+        if not serves(device):
+            return super().run(a)
+        plan = self.plan(self, tuple(layout), a.out_dtype, capabilities_of(device))
+        if plan is None:
+            return super().run(a)
+        outputs = [torch.empty_strided(*sizes, dtype=dtype, device=device) for *sizes, dtype in plan.outputs]
+        plan.bound(
+            (*[a[i] for i in plan.tensors], *outputs),
+            tuple([a[count + i] for i in plan.floats]) if plan.floats else (),
+        )
+        return self.outputs.build(*outputs)
+
+    @functools.cached_property
+    def plan(self) -> Any:
+        from .launch import plan
+
+        return plan
+
+    def reference(self, a: Any) -> Any:
+        values, shape = self.values(a), broadcast(self.tensors(a))
+        results = self.scalar.evaluate(values, self.wide(values))
+        return self.outputs.build(
+            *(
+                result.to(dtype).expand(shape).contiguous()
+                for result, dtype in zip(results, self.result_dtypes(a), strict=True)
+            )
+        )
+
+    def shard(self, a: Any) -> Sharding:
+        """Any dimension may be sharded, in all tensors that have it."""
+        tensors = self.tensors(a)
+        shape = broadcast(tensors)
+        names = [f"d{i}" for i in range(len(shape))]
+        described = {
+            name: " ".join(
+                "_" if size != whole else dim
+                for size, whole, dim in zip(
+                    t.shape, shape[len(shape) - t.dim() :], names[len(shape) - t.dim() :], strict=True
+                )
+            )
+            for name, t in tensors.items()
+        }
+        return Sharding(described, dict.fromkeys(self.outputs.names, " ".join(names)))
+
+    def keep(self, a: Any, outputs: Any) -> Any:
+        return a
+
+    def backward(self, b: Backward) -> Gradients:
+        count = len(self.parameters)
+        op = self.backward_op
+        needs = (need and t is not None for need, t in zip(b.needs, b.kept[:count], strict=False))
+        a = op.arguments.build(*b.kept[: 2 * count], *b.grads, *needs)
+        return dict(zip(self.parameters, op(a), strict=True))
+
+
+class BackwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
+    """Op that computes the gradients of the parameters of a scalar function."""
+
+    results: tuple[str, ...]
+    gradient: Callable[
+        [tuple[str, ...], tuple[str, ...]], Scalar
+    ]  # (wanted parameters, results with a gradient)
+
+    def call(self, a: Any) -> tuple[Scalar, dict[str, Any], torch.Size]:
+        """Return the scalar function of the wanted gradients, its arguments, and the shape they are broadcast to."""
+        upstream = dict(zip(self.results, a[2 * len(self.parameters) :], strict=False))
+        given = {f"d{name}": t for name, t in upstream.items() if t is not None}
+        wanted = tuple(name for name in self.parameters if getattr(a.needs, name))
+        return self.gradient(wanted, tuple(given)), self.values(a) | given, next(iter(given.values())).shape
+
+    def allocate(self, a: Any) -> Any:
+        return self.outputs.build(
+            *(torch.empty_like(t) if need else None for t, need in zip(a, a.needs, strict=False))
+        )
+
+    def launch(self, outputs: Any, a: Any) -> None:
+        from .launch import launch_scalar, room_for, sum_into
+
+        scalar, values, shape = self.call(a)
+        wanted = {name: t for name, t in outputs._asdict().items() if t is not None}
+        whole = {name: t if t.shape == shape else room_for(shape, t) for name, t in wanted.items()}
+        launch_scalar(self.name, scalar, values, {f"{name}_gradient": t for name, t in whole.items()})
+        for name, t in wanted.items():
+            if whole[name] is not t:
+                sum_into(t, whole[name])
+
+    def reference(self, a: Any) -> Any:
+        scalar, values, shape = self.call(a)
+        results = dict(zip(scalar.results, scalar.evaluate(values, self.wide(values)), strict=True))
+        return self.outputs.build(
+            *(
+                results[name].expand(shape).sum_to_size(t.shape).to(t.dtype) if need else None
+                for name, t, need in zip(self.parameters, a, a.needs, strict=False)
+            )
+        )
+
+
+def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any) -> ForwardOp[Any, Any]:
+    """Register the op of a scalar function, and that of its gradients."""
+    names, count = name, 1
+    while name in catalogue:
+        count += 1
+        name = f"{names}_{count}"
+    inputs: list[tuple[str, Any]] = [(each, Maybe) for each in parameters]
+    inputs += [(f"{each}_number", MaybeNumber) for each in parameters]
+    results = tuple(scalar.results)
+    Args = NamedTuple(f"{name}_args", [*inputs, ("out_dtype", torch.dtype | None)])  # type: ignore[misc]
+    Outputs = NamedTuple(f"{name}_outputs", [(each, Tensor) for each in results])  # type: ignore[misc]
+    Needs = NamedTuple(f"{name}_needed", [(each, bool) for each in parameters])  # type: ignore[misc]
+    upstream = [(f"d{each}", Maybe) for each in results]
+    BackwardArgs = NamedTuple(f"{name}_backward_args", [*inputs, *upstream, ("needs", Needs)])  # type: ignore[misc]
+    Gradients = NamedTuple(f"{name}_gradients", [(each, Maybe) for each in parameters])  # type: ignore[misc]
+    backward = _instance(
+        BackwardOp[BackwardArgs, Gradients],
+        {"name": f"{name}_backward", "variants": VARIANTS},
+        {"parameters": parameters, "results": results, "gradient": staticmethod(gradient)},
+    )
+    forward: ForwardOp[Any, Any] = _instance(
+        ForwardOp[Args, Outputs],
+        {"name": name, "variants": VARIANTS, "differentiable": results},
+        {"parameters": parameters, "scalar": scalar, "backward_op": backward},
+    )
+    return forward
+
+
+def _instance(base: Any, options: dict[str, Any], members: dict[str, Any]) -> Any:
+    return types.new_class(options["name"], (base,), options, lambda namespace: namespace.update(members))()

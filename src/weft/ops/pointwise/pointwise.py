@@ -1,0 +1,190 @@
+"""Scalar functions as ops: any number of tensors and numbers, broadcast, of any strides and dtypes.
+
+    @weft.pointwise
+    def gated_add(x, y, gate):
+        return x + y * gate
+
+Floats are computed in fp32 and rounded once to the dtype of each result, which PyTorch's promotion decides. The
+gradient is derived from the function and computed by one kernel. For arguments that were broadcast it is summed in a
+fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..common.checks import check_disjoint, check_out_dtype, check_tensor, is_tensor, no_tensor
+from .expression import gradients, parameters_of, trace, traced
+from .lowering import Scalar
+from .op import broadcast, define
+
+NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+)
+
+
+class Pointwise:
+    """Op of a scalar function. Calling it computes the function of each element."""
+
+    def __init__(self, function: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
+        self.scalar = function = getattr(function, "fn", function)
+        functools.update_wrapper(self, function)
+        self.name = function.__name__ if function.__name__.isidentifier() else "scalar"  # of a lambda
+        self.parameters, self._backward = parameters_of(function), backward
+        graph, results = trace(function)
+        names = ("out",) if len(results) == 1 else tuple(f"out{i}" for i in range(len(results)))
+        if clash := sorted(
+            {*self.parameters} & {*names, *(f"d{name}" for name in names), "needs", "out_dtype"}
+        ):
+            raise TypeError(
+                f"{self.name}: rename the parameter {clash[0]}, which is also the name of a result"
+            )
+        self.results = names
+        self._gradients: dict[tuple[tuple[str, ...], tuple[str, ...]], Scalar] = {}
+        self.op = define(
+            self.name, Scalar(graph, dict(zip(names, results, strict=True))), self.parameters, self.gradient
+        )
+
+    def gradient(self, wanted: tuple[str, ...], given: tuple[str, ...]) -> Scalar:
+        """Return the gradients of the wanted parameters, as a scalar function of the parameters and of the given
+        gradients of results."""
+        if (wanted, given) not in self._gradients:
+            self._gradients[wanted, given] = self._gradient(wanted, given)
+        return self._gradients[wanted, given]
+
+    def _gradient(self, wanted: tuple[str, ...], given: tuple[str, ...]) -> Scalar:
+        graph, results = trace(self.scalar)
+        upstream = {f"d{name}": graph.parameter(f"d{name}") for name in self.results}
+        if self._backward is None:
+            pairs = [(r, u) for r, (name, u) in zip(results, upstream.items(), strict=True) if name in given]
+            derived = gradients([r for r, _ in pairs], [u for _, u in pairs], wanted)
+            return Scalar(graph, derived)
+        absent = graph.number(0.0)
+        arguments = [graph.parameter(name) for name in self.parameters]
+        arguments += [u if name in given else absent for name, u in upstream.items()]
+        values = traced(self._backward, graph, arguments)
+        if len(values) != len(self.parameters):
+            raise TypeError(
+                f"backward= of {self.name} must return {len(self.parameters)} gradients, for "
+                f"{', '.join(self.parameters)}; got {len(values)}"
+            )
+        return Scalar(graph, {n: v for n, v in zip(self.parameters, values, strict=True) if n in wanted})
+
+    def __call__(
+        self,
+        *args: Any,
+        out: Tensor | tuple[Tensor, ...] | None = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> Any:
+        a = self._arguments(
+            self._bound(args, named) if named or len(args) != len(self.parameters) else args, out_dtype
+        )
+        outputs = self.op(a) if out is None else self._into(out if isinstance(out, tuple) else (out,), a)
+        return outputs[0] if len(self.results) == 1 else tuple(outputs)
+
+    def __repr__(self) -> str:
+        return f"<weft.pointwise {self.name}({', '.join(self.parameters)})>"
+
+    def _bound(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments in order; raise an error that says which are missing or unknown."""
+        values = dict(zip(self.parameters, args, strict=False))
+        missing = [name for name in self.parameters if name not in values and name not in named]
+        unknown = [name for name in named if name not in self.parameters]
+        twice = [name for name in named if name in values]
+        for names, what in ((missing, "misses"), (unknown, "has no parameter"), (twice, "was given twice")):
+            if names:
+                raise TypeError(f"{self.name}({', '.join(self.parameters)}) {what} {', '.join(names)}")
+        if len(args) > len(self.parameters):
+            raise TypeError(f"{self.name} takes {len(self.parameters)} arguments; got {len(args)}")
+        return tuple((values | named)[name] for name in self.parameters)
+
+    def _arguments(self, values: tuple[Any, ...], out_dtype: torch.dtype | None) -> Any:
+        """Check the arguments, and part them into tensors and numbers."""
+        tensors: list[Tensor | None] = []
+        numbers: list[Any] = []
+        first: Tensor | None = None
+        for name, value in zip(self.parameters, values, strict=True):
+            if is_tensor(value):
+                first = value if first is None else first
+                if value.dtype not in DTYPES or value.device != first.device:
+                    check_tensor(name, value, DTYPES, first.device)
+                tensors.append(value)
+                numbers.append(None)
+            elif isinstance(value, NUMBERS):
+                tensors.append(None)
+                numbers.append(value)
+            else:
+                raise no_tensor(name, value, "A number would do as well")
+        if first is None:
+            raise TypeError(
+                f"{self.name} needs a tensor among {', '.join(self.parameters)}; got numbers alone"
+            )
+        if out_dtype is not None:
+            check_out_dtype(out_dtype)
+        return self.op.arguments.cls(*tensors, *numbers, out_dtype)
+
+    def _into(self, out: tuple[Tensor, ...], a: Any) -> Any:
+        """Compute into `out`, which may be an argument itself, with the same elements in the same places."""
+        tensors = self.op.tensors(a)
+        shape, dtypes = broadcast(tensors), self.op.result_dtypes(a)
+        if len(out) != len(dtypes):
+            raise ValueError(f"{self.name} has {len(dtypes)} results; out has {len(out)} tensors")
+        device = next(iter(tensors.values())).device
+        for t, dtype in zip(out, dtypes, strict=True):
+            check_tensor("out", t, (dtype,), device, tuple(shape))
+            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+                raise ValueError("elements of out share memory: pass a tensor that is not expanded")
+        read = [(name, t) for name, t in tensors.items() if not any(_same_elements(t, to) for to in out)]
+        check_disjoint([("out", t) for t in out], read)
+        return self.op.into(self.op.outputs.build(*out), a)
+
+
+def _same_elements(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same memory, read in the same way."""
+    return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+    )
+
+
+@overload
+def pointwise(function: Callable[..., Any], /) -> Pointwise: ...
+
+
+@overload
+def pointwise(*, backward: Callable[..., Any] | None = ...) -> Callable[[Callable[..., Any]], Pointwise]: ...
+
+
+def pointwise(
+    function: Callable[..., Any] | None = None, /, *, backward: Callable[..., Any] | None = None
+) -> Any:
+    """Turn a scalar function in Triton's language into an op.
+
+    The function has a parameter for each tensor or number, and returns a scalar or a tuple of scalars. It may call
+    Python helpers and `@triton.jit` functions. The op also takes `out=`, and `out_dtype=` for the dtype of floats.
+
+    - `backward`: a scalar function of the parameters and of the gradient of each result, which returns the gradient of
+      each parameter. Without it, the gradient is derived from the function.
+
+    >>> import torch, weft
+    >>> @weft.pointwise
+    ... def gated_add(x, y, gate):
+    ...     return x + y * gate
+    >>> gated_add(torch.ones(2), torch.ones(3, 1), 2.0)
+    tensor([[3., 3.],
+            [3., 3.],
+            [3., 3.]])
+    """
+    return (
+        functools.partial(Pointwise, backward=backward) if function is None else Pointwise(function, backward)
+    )
