@@ -170,9 +170,11 @@ def pointwise(
 ) -> Any:
     """Turn a scalar function in Triton's language into an op.
 
-    The function has a parameter for each tensor or number, and returns a scalar or a tuple of scalars. It may call
-    Python helpers and `@triton.jit` functions. The op also takes `out=`, and `out_dtype=` for the dtype of floats.
+    The op broadcasts its arguments, of any strides and dtypes. It also takes `out=`, and `out_dtype=` for the dtype of
+    float results.
 
+    - `function`: has a parameter for each tensor or number, and returns a scalar or a tuple of scalars. It may call
+      Python helpers and `@triton.jit` functions.
     - `backward`: a scalar function of the parameters and of the gradient of each result, which returns the gradient of
       each parameter. Without it, the gradient is derived from the function.
 
