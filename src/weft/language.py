@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from triton import knobs
     from triton.runtime import driver
 
-__all__ = ["INTERPRETED", "OLDEST_TORCH", "TRITON", "driver", "knobs", "tl", "triton"]
+__all__ = ["INTERPRETED", "OLDEST_TORCH", "TRITON", "driver", "knobs", "tl", "traced", "triton"]
 
 OLDEST_TORCH = (2, 12)  # its wheels require the oldest Triton whose launchers Weft can call
 
@@ -33,6 +33,11 @@ class _Absent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
         return self
+
+
+traced: Any = (
+    _Absent()
+)  # `tl` in functions that are traced: it is recognized, and Triton need not be imported
 
 
 def _interpreted() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops.pointwise.pointwise import Pointwise
+from .ops.generated.pointwise import Pointwise
 
 ROWS, COLS = 5, 33  # neither a multiple of what a GPU loads at a time
 

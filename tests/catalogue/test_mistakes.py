@@ -317,6 +317,12 @@ CALLS: dict[str, dict[str, Any]] = {
         "hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100), "class_weight": torch.ones(100),
     },
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
+    "softmax": {"x": X},
+    "log_softmax": {"x": X},
+    "logsumexp": {"x": X},
+    "cumsum": {"x": X},
+    "l2_normalize": {"x": X},
+    "group_norm": {"x": X, "groups": 4, "weight": W, "bias": W},
     "scale_from_amax": {"amax": torch.tensor(3.0), "format": "tensor"},
 }  # fmt: skip
 OF_LISTS = (

@@ -16,6 +16,7 @@ from typing import Any
 
 import weft
 
+from ..ops.generated.pointwise import Pointwise
 from ..runtime import Op, catalogue
 from .screen import Refused
 
@@ -97,6 +98,10 @@ def _visit(thing: Any, seen: dict[Any, None]) -> None:
         if thing.name not in seen:
             seen[thing.name] = None
             _visit(type(thing).backward, seen)
+            _visit(getattr(thing, "backward_op", None), seen)
+        return
+    if isinstance(thing, Pointwise):
+        _visit(thing.op, seen)
         return
     if isinstance(thing, type):
         if thing.__module__.startswith("weft.ops") and thing not in seen:

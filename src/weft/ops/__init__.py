@@ -12,6 +12,8 @@ from .common.engines import record_engines
 from .common.heads import Heads
 from .common.kv_cache import KVCache
 from .common.quantized import run
+from .generated.pointwise import pointwise
+from .generated.rowwise import rowwise
 from .glu.glu import glu, glu_backward
 from .heads.angles import Rotation
 from .heads.arguments import QKV
@@ -33,13 +35,15 @@ from .multi_tensor.gradients import Shards
 from .multi_tensor.multi_tensor import any_nonfinite, clip_grads_, count_zeros, grad_norm
 from .norm.gated.gated import gated_norm
 from .norm.norm import layer_norm, rms_norm
-from .pointwise.pointwise import pointwise
 from .product.delayed import DelayedScaling
 from .product.grouped import grouped_matmul, grouped_wgrad
 from .product.linear import linear, reuse_weights
 from .product.matmul import matmul
 from .product.recipes import Recipe
 from .quantize.quantize import dequantize, dequantize_codes, quantize
+from .rows.cumsum import cumsum
+from .rows.normalize import group_norm, l2_normalize
+from .rows.softmax import log_softmax, logsumexp, softmax
 
 connect(Ops(dequantize_codes, run))
 
@@ -74,18 +78,23 @@ __all__ = [
     "clip_grads_",
     "count_zeros",
     "cross_entropy",
+    "cumsum",
     "dequantize",
     "experts",
     "gated_norm",
     "glu",
     "glu_backward",
     "grad_norm",
+    "group_norm",
     "grouped_matmul",
     "grouped_wgrad",
+    "l2_normalize",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",
+    "log_softmax",
+    "logsumexp",
     "matmul",
     "merge_attention",
     "mla_decode",
@@ -100,5 +109,7 @@ __all__ = [
     "route",
     "router_linear",
     "row_map",
+    "rowwise",
+    "softmax",
     "unpermute",
 ]

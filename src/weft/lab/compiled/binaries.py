@@ -105,6 +105,7 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
     prefix, bits = width_of(variant.kernel) or Width("", 32)
     if binary.target.startswith(prefix):
         allowed.add(bits)
+    tile = constants.get("TILE", constants.get("COLS", 1))
     needed = 0  # one access for every 16 bytes of each tensor's tile that a thread handles
     for name, kind in types.items():
         if kind not in BYTES:
@@ -118,10 +119,10 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
             if packed:
                 allowed.add(64)
             else:
-                elements = constants.get("ROWS", 1) * constants["TILE"]
+                elements = constants.get("ROWS", 1) * tile
                 needed += -(-elements * BYTES[kind] // (16 * threads))
         elif name in VECTORS:
-            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * constants["TILE"] // threads))
+            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * tile // threads))
     problems = []
     if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
         problems.append(f"{what} by bits {widths}, of which at least {needed} should have 128")

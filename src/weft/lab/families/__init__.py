@@ -10,6 +10,7 @@ with a `FAMILY` and inherits every check. Importing this package needs neither L
 """
 
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
@@ -109,14 +110,19 @@ def chain_of(op: str, options: str) -> BuildChain | None:
 # ---- kernels --------------------------------------------------------------------------------------------------
 
 
+def _without_digest(kernel: str) -> str:
+    """Return the name of a kernel that is generated, without the digest of its text."""
+    return re.sub("_[0-9a-f]{12}$", "", kernel)
+
+
 def moved_of(kernel: str) -> Moved | None:
     """Return the tensors that a kernel moves in whole tiles, or None if the parameter names follow the convention."""
-    return _MOVED.get(kernel)
+    return _MOVED.get(_without_digest(kernel))
 
 
 def width_of(kernel: str) -> Width | None:
     """Return the access width that a kernel needs beyond the default, or None."""
-    return _WIDTHS.get(kernel)
+    return _WIDTHS.get(_without_digest(kernel))
 
 
 def spills_of(kernel: str, target: str) -> int:

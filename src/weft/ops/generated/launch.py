@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +13,10 @@ from torch import Tensor
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ..common.rows import align_of
 from ..common.sums import sum_rows
-from .kernels import Form, Operand, kernel_for
+from .kernels import kernel_for
 from .lowering import Scalar, Typed, kind_of
+from .rows import scans_both_ways
+from .text import Form, Operand
 
 
 class TileConfig(NamedTuple):
@@ -26,6 +30,23 @@ class TileConfig(NamedTuple):
 def tile_config(operands: int, target: Capabilities) -> TileConfig:
     """Choose the tile: 128 bits of bf16 for each lane of four warps; on a CPU, tiles that stay in the first cache."""
     return TileConfig(2048 if target.is_cpu else 32 * target.warp_size, 4)
+
+
+@choice("rowwise", tile=(1024, 16384), num_warps=(1, 16))
+def row_config(cols: int, target: Capabilities) -> TileConfig:
+    """Choose the tile of a function of rows: whole rows of up to 8192 elements, 16 for each lane; longer ones in parts
+    of 4096. On a CPU, parts that stay in the first cache."""
+    if target.is_cpu:
+        return TileConfig(2048 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024), 1)
+    tile = 4096 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024)
+    return TileConfig(tile, max(tile // (16 * target.warp_size), 1))
+
+
+LONGEST_TILE = 8192  # elements of a row that a program reads at once
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 1).bit_length()
 
 
 class _Layout(NamedTuple):
@@ -49,11 +70,7 @@ def layout_of(t: Tensor) -> _Layout:
 def merged(shape: Sequence[int], layouts: Sequence[_Layout]) -> list[_Dimension]:
     """Return the dimensions of a loop over `shape`, outermost first: in the order in memory of the first operand that
     has them all. Two become one where that changes no operand's addresses."""
-    strides = []
-    for layout in layouts:
-        missing = len(shape) - len(layout.shape)
-        own = [0 if size == 1 else s for size, s in zip(layout.shape, layout.strides, strict=True)]
-        strides.append([0] * missing + own)
+    strides = [_strides_in(shape, layout) for layout in layouts]
     dimensions = [
         _Dimension(size, tuple(each[i] for each in strides)) for i, size in enumerate(shape) if size != 1
     ]
@@ -94,11 +111,9 @@ def plan(
     ]
     numbers = [None if isinstance(each, tuple) else 0.0 if each is float else each for each in layout]
     a = op.arguments.cls(*tensors, *numbers, out_dtype)
-    if any(t.dtype is torch.float64 or not t.numel() for t in op.tensors(a).values()):
+    if not op.has_kernel(a, op.tensors(a).values()):
         return None
     outputs = op.allocate(a)._asdict()
-    if any(t.dtype is torch.float64 for t in outputs.values()):
-        return None
     used = op.scalar.parameters
     return Plan(
         tuple((tuple(t.shape), t.stride(), t.dtype) for t in outputs.values()),
@@ -122,6 +137,8 @@ def _bound(
     inputs: int, integers: tuple[tuple[str, int], ...], target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
     """Bind the launch for a layout of inputs and outputs. The last operand is an output, which has all dimensions."""
+    if scalar.dims:
+        return _bound_rows(name, scalar, kinds, layouts, inputs, integers, target)
     names = [name for name, _ in layouts]
     dimensions = merged(layouts[-1][1].shape, [layout for _, layout in layouts])
     *outer, last = dimensions
@@ -143,23 +160,92 @@ def _bound(
     if not outer:
         launch = Launch.of(kernel, num_warps=warps, TILE=tile, ALIGN=align_of(last.size))
         return launch.bind((-(-last.size // tile), 1, 1), **dict(integers), count=last.size, **steps)
-    rows = 1
-    for each in outer:
-        rows *= each.size
-    cols = min(64 if dense else tile, 1 << max(last.size - 1, 1).bit_length())
-    height = tile // cols
-    moving = [i for i, o in enumerate(operands) if o.varies and o.step == "1"]
-    align = align_of(last.size, *(d.strides[i] for i in moving for d in outer))
-    launch = Launch.of(kernel, num_warps=warps, ROWS=height, COLS=cols, ALIGN=align)
-    sizes = {f"size{i}": outer[i].size for i in range(1, len(outer))}
-    strides = {
-        f"{o.name}_stride{k}": d.strides[i]
-        for i, o in enumerate(operands)
-        if o.varies
-        for k, d in enumerate(outer)
-    }
-    grid = (-(-rows // height) * -(-last.size // cols), 1, 1)
-    return launch.bind(grid, **dict(integers), rows=rows, cols=last.size, **sizes, **strides, **steps)
+    cols = min(64 if dense else tile, _power_of_two(last.size))
+    sizes, align = _outer_arguments(outer, operands)
+    launch = Launch.of(
+        kernel, num_warps=warps, ROWS=tile // cols, COLS=cols, ALIGN=align_of(last.size, *align)
+    )
+    rows = math.prod(each.size for each in outer)
+    grid = (-(-rows // (tile // cols)) * -(-last.size // cols), 1, 1)
+    return launch.bind(grid, **dict(integers), rows=rows, cols=last.size, **sizes, **steps)
+
+
+def _outer_arguments(
+    outer: Sequence[_Dimension], operands: Sequence[Operand]
+) -> tuple[dict[str, int], list[int]]:
+    """Return the sizes and strides of the outer dimensions as a kernel takes them, and the strides between rows that
+    are read densely."""
+    arguments = {f"size{i}": outer[i].size for i in range(1, len(outer))}
+    dense = []
+    for i, each in enumerate(operands):
+        if each.varies:
+            arguments |= {f"{each.name}_stride{k}": d.strides[i] for k, d in enumerate(outer)}
+            dense += [d.strides[i] for d in outer] if each.step == "1" else []
+    return arguments, dense
+
+
+def _bound_rows(
+    name: str, scalar: Scalar, kinds: tuple[Typed, ...], layouts: tuple[tuple[str, _Layout], ...],
+    inputs: int, integers: tuple[tuple[str, int], ...], target: Capabilities,
+) -> BoundLaunch:  # fmt: skip
+    """Bind the launch of a function of rows."""
+    shape = torch.broadcast_shapes(*(layout.shape for _, layout in layouts))
+    before = len(shape) - scalar.dims
+    inner = shape[before:]
+    cols, rows = math.prod(inner), math.prod(shape[:before])
+    whole = [_Layout(shape, _strides_in(shape, layout)) for _, layout in layouts]
+    outer = [_Dimension(1, (0,) * len(layouts))]
+    if rows > 1:
+        outer = merged(shape[:before], [_Layout(shape[:before], each.strides[:before]) for each in whole])
+    row_strides = [each.strides[before:] for each in whole]
+    operands = [
+        Operand(each, _step(inner, row_strides[i]), rows == 1 or any(d.strides[i] for d in outer))
+        for i, (each, _) in enumerate(layouts)
+    ]
+    tile, warps = row_config(cols, target)
+    tile = max(tile, _power_of_two(cols)) if scans_both_ways(scalar) else tile
+    loops = cols > tile
+    width = tile if loops else _power_of_two(cols) if cols > 1 else 1
+    form = Form(kinds, tuple(operands[:inputs]), tuple(operands[inputs:]), len(outer), loops)
+    arguments, dense = _outer_arguments(outer, operands)
+    if any(o.step == "split" for o in operands):
+        arguments |= {f"inner{i}": inner[i] for i in range(1, scalar.dims)}
+    for each, strides in zip(operands, row_strides, strict=True):
+        if each.step == "split":
+            arguments |= {f"{each.name}_step{i}": stride for i, stride in enumerate(strides)}
+        elif each.step == "any":
+            arguments[f"{each.name}_step"] = _merged_step(inner, strides) or 0
+    launch = Launch.of(
+        kernel_for(name, scalar, form),
+        num_warps=warps,
+        ROWS=tile // width,
+        COLS=width,
+        ALIGN=align_of(cols, *dense),
+    )
+    return launch.bind(
+        (-(-rows // (tile // width)), 1, 1), **dict(integers), rows=rows, cols=cols, **arguments
+    )
+
+
+def _strides_in(shape: Sequence[int], layout: _Layout) -> tuple[int, ...]:
+    """Return a tensor's strides along the dimensions of the shape it is broadcast to."""
+    own = (0 if size == 1 else s for size, s in zip(layout.shape, layout.strides, strict=True))
+    return (0,) * (len(shape) - len(layout.shape)) + tuple(own)
+
+
+def _merged_step(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Return the stride of dimensions that are one in memory; None if they are not."""
+    real = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    for (_, outer), (size, stride) in itertools.pairwise(real):
+        if outer != stride * size:
+            return None
+    return real[-1][1] if real else 0
+
+
+def _step(sizes: Sequence[int], strides: Sequence[int]) -> str:
+    """Return how an operand is addressed along a row."""
+    step = _merged_step(sizes, strides)
+    return "split" if step is None else str(step) if step in (0, 1) else "any"
 
 
 def _bound_for(
@@ -168,8 +254,14 @@ def _bound_for(
     """Bind the launch of a scalar function for tensors and numbers like these."""
     used = {parameter: values[parameter] for parameter in scalar.parameters}
     tensors = {name: value for name, value in used.items() if isinstance(value, Tensor)}
-    integers = ((n, int(v)) for n, v in used.items() if n not in tensors and not isinstance(v, float))
-    layouts = ((n, layout_of(t)) for n, t in (tensors | dict(outputs)).items())
+    integers = (
+        (f"{n}_value", int(v)) for n, v in used.items() if n not in tensors and not isinstance(v, float)
+    )
+    layouts = [(n, layout_of(t)) for n, t in tensors.items()]
+    for result, (n, t) in zip(scalar.results, outputs.items(), strict=True):
+        layout = layout_of(t)
+        ones = (1,) * (scalar.dims if result in scalar.narrow else 0)
+        layouts.append((n, _Layout(layout.shape + ones, layout.strides + ones)))
     return _bound(
         name,
         scalar,

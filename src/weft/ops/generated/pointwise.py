@@ -22,6 +22,7 @@ from ..common.checks import check_disjoint, check_out_dtype, check_tensor, is_te
 from .expression import gradients, parameters_of, trace, traced
 from .lowering import Scalar
 from .op import broadcast, define
+from .primitives import OF_ROWS
 
 NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 DTYPES = (
@@ -33,10 +34,13 @@ DTYPES = (
 class Pointwise:
     """Op of a scalar function. Calling it computes the function of each element."""
 
+    dims = 0  # of a row, if it is an op of rows
+
     def __init__(self, function: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
         self.scalar = function = getattr(function, "fn", function)
         functools.update_wrapper(self, function)
-        self.name = function.__name__ if function.__name__.isidentifier() else "scalar"  # of a lambda
+        self.name = function.__name__.lstrip("_")
+        self.name = self.name if self.name.isidentifier() else "scalar"  # of a lambda
         self.parameters, self._backward = parameters_of(function), backward
         graph, results = trace(function)
         names = ("out",) if len(results) == 1 else tuple(f"out{i}" for i in range(len(results)))
@@ -47,35 +51,50 @@ class Pointwise:
                 f"{self.name}: rename the parameter {clash[0]}, which is also the name of a result"
             )
         self.results = names
-        self._gradients: dict[tuple[tuple[str, ...], tuple[str, ...]], Scalar] = {}
-        self.op = define(
-            self.name, Scalar(graph, dict(zip(names, results, strict=True))), self.parameters, self.gradient
-        )
+        self._gradients: dict[tuple[tuple[str, ...], ...], Scalar] = {}
+        by_name = dict(zip(names, results, strict=True))
+        narrow = [n for n, each in by_name.items() if self.dims and not graph.varies(each.index)]
+        scalar = Scalar(graph, by_name, self.dims, narrow)
+        self.check(scalar)
+        self.op = define(self.name, scalar, self.parameters, self.gradient)
 
-    def gradient(self, wanted: tuple[str, ...], given: tuple[str, ...]) -> Scalar:
-        """Return the gradients of the wanted parameters, as a scalar function of the parameters and of the given
-        gradients of results."""
-        if (wanted, given) not in self._gradients:
-            self._gradients[wanted, given] = self._gradient(wanted, given)
-        return self._gradients[wanted, given]
+    def check(self, scalar: Scalar) -> None:
+        """Raise an error for what this kind of function cannot do."""
+        names = (scalar.graph.nodes[index].name for index in scalar.order)
+        if of_rows := next((name for name in names if name in OF_ROWS), None):
+            raise TypeError(
+                f"{self.name} sees one element at a time; {of_rows} is for functions of rows: use @weft.rowwise"
+            )
 
-    def _gradient(self, wanted: tuple[str, ...], given: tuple[str, ...]) -> Scalar:
+    def gradient(self, wanted: tuple[str, ...], given: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
+        """Return the gradients of the wanted parameters, as a function of the parameters and of the given gradients of
+        results. Those in `narrow` are summed over rows."""
+        key = wanted, given, narrow
+        if key not in self._gradients:
+            self._gradients[key] = self._gradient(*key)
+        return self._gradients[key]
+
+    def _gradient(self, wanted: tuple[str, ...], given: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
         graph, results = trace(self.scalar)
-        upstream = {f"d{name}": graph.parameter(f"d{name}") for name in self.results}
+        upstream = {
+            f"d{n}": graph.parameter(f"d{n}", not self.dims or graph.varies(each.index))
+            for n, each in zip(self.results, results, strict=True)
+        }
         if self._backward is None:
             pairs = [(r, u) for r, (name, u) in zip(results, upstream.items(), strict=True) if name in given]
-            derived = gradients([r for r, _ in pairs], [u for _, u in pairs], wanted)
-            return Scalar(graph, derived)
-        absent = graph.number(0.0)
-        arguments = [graph.parameter(name) for name in self.parameters]
-        arguments += [u if name in given else absent for name, u in upstream.items()]
-        values = traced(self._backward, graph, arguments)
-        if len(values) != len(self.parameters):
-            raise TypeError(
-                f"backward= of {self.name} must return {len(self.parameters)} gradients, for "
-                f"{', '.join(self.parameters)}; got {len(values)}"
-            )
-        return Scalar(graph, {n: v for n, v in zip(self.parameters, values, strict=True) if n in wanted})
+            values = gradients([r for r, _ in pairs], [u for _, u in pairs], wanted)
+        else:
+            absent = graph.number(0.0)
+            arguments = [graph.parameter(name) for name in self.parameters]
+            arguments += [u if name in given else absent for name, u in upstream.items()]
+            returned = traced(self._backward, graph, arguments)
+            if len(returned) != len(self.parameters):
+                raise TypeError(
+                    f"backward= of {self.name} must return {len(self.parameters)} gradients, for "
+                    f"{', '.join(self.parameters)}; got {len(returned)}"
+                )
+            values = {n: v for n, v in zip(self.parameters, returned, strict=True) if n in wanted}
+        return Scalar(graph, values | {n: graph.apply("sum", values[n]) for n in narrow}, self.dims, narrow)
 
     def __call__(
         self,
@@ -91,7 +110,7 @@ class Pointwise:
         return outputs[0] if len(self.results) == 1 else tuple(outputs)
 
     def __repr__(self) -> str:
-        return f"<weft.pointwise {self.name}({', '.join(self.parameters)})>"
+        return f"<weft.{type(self).__name__.lower()} {self.name}({', '.join(self.parameters)})>"
 
     def _bound(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments in order; raise an error that says which are missing or unknown."""
@@ -114,6 +133,8 @@ class Pointwise:
         for name, value in zip(self.parameters, values, strict=True):
             if is_tensor(value):
                 first = value if first is None else first
+                if value.layout is not torch.strided:
+                    raise no_tensor(name, value)
                 if value.dtype not in DTYPES or value.device != first.device:
                     check_tensor(name, value, DTYPES, first.device)
                 tensors.append(value)
@@ -134,15 +155,18 @@ class Pointwise:
     def _into(self, out: tuple[Tensor, ...], a: Any) -> Any:
         """Compute into `out`, which may be an argument itself, with the same elements in the same places."""
         tensors = self.op.tensors(a)
-        shape, dtypes = broadcast(tensors), self.op.result_dtypes(a)
+        shape, dtypes = broadcast(tensors, self.dims), self.op.result_dtypes(a)
         if len(out) != len(dtypes):
             raise ValueError(f"{self.name} has {len(dtypes)} results; out has {len(out)} tensors")
         device = next(iter(tensors.values())).device
-        for t, dtype in zip(out, dtypes, strict=True):
-            check_tensor("out", t, (dtype,), device, tuple(shape))
+        for name, t, dtype in zip(self.results, out, dtypes, strict=True):
+            check_tensor("out", t, (dtype,), device, tuple(self.op.scalar.shape_of(name, shape)))
             if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
                 raise ValueError("elements of out share memory: pass a tensor that is not expanded")
-        read = [(name, t) for name, t in tensors.items() if not any(_same_elements(t, to) for to in out)]
+        in_place = not self.dims  # an op of rows reads a row again when it has written some of it
+        read = [
+            (n, t) for n, t in tensors.items() if not (in_place and any(_same_elements(t, to) for to in out))
+        ]
         check_disjoint([("out", t) for t in out], read)
         return self.op.into(self.op.outputs.build(*out), a)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,16 +30,30 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 # Variants for one set of dtypes: flat or with up to three dimensions before the last, which of the operands vary along
 # them, alignment, sizes below 2^30 or not.
 VARIANTS = 64
+LONGEST_ROW = 1 << 30  # elements, whose numbers are int32
 
 
-def broadcast(tensors: Mapping[str, Tensor]) -> torch.Size:
-    """Return the shape that tensors are broadcast to."""
+def broadcast(tensors: Mapping[str, Tensor], dims: int = 0) -> torch.Size:
+    """Return the shape that tensors are broadcast to, which has at least so many dimensions."""
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
     try:
         shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors.values()))
-        return shape
     except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise ValueError(f"the shapes cannot be broadcast together: {shapes}") from None
+    if len(shape) < dims:
+        raise ValueError(f"a row has {dims} dimension{'s' * (dims > 1)}; got {shapes}")
+    return shape
+
+
+def serves_rows(scalar: Scalar, shape: torch.Size) -> bool:
+    """Return whether a kernel serves rows of this size; any, if the function is of elements."""
+    if not scalar.dims:
+        return True
+    from .launch import LONGEST_TILE
+    from .rows import scans_both_ways
+
+    cols = math.prod(shape[len(shape) - scalar.dims :])
+    return cols <= LONGEST_TILE or (cols < LONGEST_ROW and not scans_both_ways(scalar))
 
 
 def allocated(shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -67,7 +82,11 @@ class PointwiseOp(Op[A, O], name="", variants=VARIANTS):
 
     def serves_call(self, a: Any) -> bool:
         tensors = [t for t in self.arguments.tensors(a) if t is not None]
-        return self.serves(tensors[0]) and all(t.dtype is not torch.float64 and t.numel() for t in tensors)
+        return self.serves(tensors[0]) and self.has_kernel(a, tensors)
+
+    def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
+        """Return whether kernels compute these dtypes and sizes."""
+        return all(t.dtype is not torch.float64 and t.numel() for t in tensors)
 
     def wide(self, values: Mapping[str, Any]) -> torch.dtype:
         """Return the dtype in which the reference computes floats."""
@@ -85,13 +104,20 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         kinds = tuple(kind_of(values[name]) for name in self.scalar.parameters)
         return self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
 
-    def serves_call(self, a: Any) -> bool:
-        return super().serves_call(a) and torch.float64 not in self.result_dtypes(a)
+    def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
+        return (
+            super().has_kernel(a, tensors)
+            and torch.float64 not in self.result_dtypes(a)
+            and serves_rows(self.scalar, broadcast(self.tensors(a)))
+        )
 
     def allocate(self, a: Any) -> Any:
         tensors = self.tensors(a)
-        shape = broadcast(tensors)
-        return self.outputs.build(*(allocated(shape, dtype, tensors) for dtype in self.result_dtypes(a)))
+        shape = broadcast(tensors, self.scalar.dims)
+        results = zip(self.scalar.results, self.result_dtypes(a), strict=True)
+        return self.outputs.build(
+            *(allocated(self.scalar.shape_of(name, shape), dtype, tensors) for name, dtype in results)
+        )
 
     def launch(self, outputs: Any, a: Any) -> None:
         from .launch import launch_scalar
@@ -130,20 +156,21 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         return plan
 
     def reference(self, a: Any) -> Any:
-        values, shape = self.values(a), broadcast(self.tensors(a))
-        results = self.scalar.evaluate(values, self.wide(values))
+        values, shape = self.values(a), broadcast(self.tensors(a), self.scalar.dims)
+        results = self.scalar.evaluate(values, shape, self.wide(values))
         return self.outputs.build(
             *(
-                result.to(dtype).expand(shape).contiguous()
+                result.to(dtype).contiguous()
                 for result, dtype in zip(results, self.result_dtypes(a), strict=True)
             )
         )
 
     def shard(self, a: Any) -> Sharding:
-        """Any dimension may be sharded, in all tensors that have it."""
+        """Any dimension outside of a row may be sharded, in all tensors that have it."""
         tensors = self.tensors(a)
         shape = broadcast(tensors)
         names = [f"d{i}" for i in range(len(shape))]
+        dims = self.scalar.dims
         described = {
             name: " ".join(
                 "_" if size != whole else dim
@@ -153,7 +180,12 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
             )
             for name, t in tensors.items()
         }
-        return Sharding(described, dict.fromkeys(self.outputs.names, " ".join(names)))
+        outputs = {
+            each: " ".join(names[: len(self.scalar.shape_of(each, shape))]) for each in self.scalar.results
+        }
+        return Sharding(
+            described, outputs, dict.fromkeys(names[len(shape) - dims :], "rows are computed whole")
+        )
 
     def keep(self, a: Any, outputs: Any) -> Any:
         return a
@@ -170,16 +202,28 @@ class BackwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
     """Op that computes the gradients of the parameters of a scalar function."""
 
     results: tuple[str, ...]
-    gradient: Callable[
-        [tuple[str, ...], tuple[str, ...]], Scalar
-    ]  # (wanted parameters, results with a gradient)
+    dims: int  # of a row
+    narrow: frozenset[str]  # results that have one value for each row
+    # Of the wanted parameters, for the results with a gradient, and which of the first have one value for each row.
+    gradient: Callable[[tuple[str, ...], tuple[str, ...], tuple[str, ...]], Scalar]
 
     def call(self, a: Any) -> tuple[Scalar, dict[str, Any], torch.Size]:
-        """Return the scalar function of the wanted gradients, its arguments, and the shape they are broadcast to."""
+        """Return the function of the wanted gradients, its arguments, and the shape they are broadcast to."""
         upstream = dict(zip(self.results, a[2 * len(self.parameters) :], strict=False))
         given = {f"d{name}": t for name, t in upstream.items() if t is not None}
         wanted = tuple(name for name in self.parameters if getattr(a.needs, name))
-        return self.gradient(wanted, tuple(given)), self.values(a) | given, next(iter(given.values())).shape
+        ones = (..., *(None,) * self.dims)
+        values = self.values(a) | {n: t[ones] if n[1:] in self.narrow else t for n, t in given.items()}
+        shape = broadcast({n: value for n, value in values.items() if isinstance(value, Tensor)})
+        row = shape[len(shape) - self.dims :]
+        narrow = [n for n in wanted if row.numel() > 1 and values[n].shape[-self.dims :].numel() == 1]
+        return self.gradient(wanted, tuple(given), tuple(narrow)), values, shape
+
+    def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
+        if not super().has_kernel(a, tensors):
+            return False
+        scalar, _, shape = self.call(a)
+        return serves_rows(scalar, shape)
 
     def allocate(self, a: Any) -> Any:
         return self.outputs.build(
@@ -191,21 +235,33 @@ class BackwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
 
         scalar, values, shape = self.call(a)
         wanted = {name: t for name, t in outputs._asdict().items() if t is not None}
-        whole = {name: t if t.shape == shape else room_for(shape, t) for name, t in wanted.items()}
+        whole = {}
+        for name, t in wanted.items():
+            own = scalar.shape_of(name, shape)
+            whole[name] = t if t.shape == own else room_for(own, _without_row(scalar, name, t))
         launch_scalar(self.name, scalar, values, {f"{name}_gradient": t for name, t in whole.items()})
         for name, t in wanted.items():
             if whole[name] is not t:
-                sum_into(t, whole[name])
+                sum_into(_without_row(scalar, name, t), whole[name])
 
     def reference(self, a: Any) -> Any:
         scalar, values, shape = self.call(a)
-        results = dict(zip(scalar.results, scalar.evaluate(values, self.wide(values)), strict=True))
+        computed = zip(scalar.results, scalar.evaluate(values, shape, self.wide(values)), strict=True)
+        ones = (..., *(None,) * scalar.dims)
+        results = {name: t[ones] if name in scalar.narrow else t for name, t in computed}
         return self.outputs.build(
             *(
-                results[name].expand(shape).sum_to_size(t.shape).to(t.dtype) if need else None
+                results[name].sum_to_size(t.shape).to(t.dtype) if need else None
                 for name, t, need in zip(self.parameters, a, a.needs, strict=False)
             )
         )
+
+
+def _without_row(scalar: Scalar, name: str, gradient: Tensor) -> Tensor:
+    """Return a gradient that has one value for each row without the dimensions of the row."""
+    if name not in scalar.narrow:
+        return gradient
+    return gradient.view(gradient.shape[: max(gradient.dim() - scalar.dims, 0)])
 
 
 def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any) -> ForwardOp[Any, Any]:
@@ -226,7 +282,13 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
     backward = _instance(
         BackwardOp[BackwardArgs, Gradients],
         {"name": f"{name}_backward", "variants": VARIANTS},
-        {"parameters": parameters, "results": results, "gradient": staticmethod(gradient)},
+        {
+            "parameters": parameters,
+            "results": results,
+            "dims": scalar.dims,
+            "narrow": scalar.narrow,
+            "gradient": staticmethod(gradient),
+        },
     )
     forward: ForwardOp[Any, Any] = _instance(
         ForwardOp[Args, Outputs],

@@ -1,4 +1,4 @@
-"""Primitives of scalar functions: for each its text in Triton, its definition in PyTorch, and its derivative.
+"""Primitives of scalar functions and of functions of rows: their text in Triton, definition in PyTorch and derivative.
 
 Arithmetic is in fp32 for floats, and in the promoted type of PyTorch for integers. `/` and `//`, `%` follow Triton:
 the first divides in fp32, the others round toward zero as in C.
@@ -31,17 +31,29 @@ TYPES = {
 }
 
 
+class Row(NamedTuple):
+    """How a primitive of a row combines elements."""
+
+    combine: str  # two partial results, {0} and {1}
+    identity: float  # of `combine`, which stands for elements outside of the row
+    is_scan: bool = False  # one result for each element
+
+
 class Primitive(NamedTuple):
     """Operation on scalars.
 
     `kind` says which types it takes: "float" converts its operands to fp32, "number" promotes them to one type, which
-    is that of the result, "comparison" does the same with a bool as the result, and "bits" is for integers and bools.
+    is that of the result, "comparison" does the same with a bool as the result, "bits" is for integers and bools, and
+    "total" is "number" with integers and bools as int64.
     """
 
     kind: str
     triton: str  # with {0}, {1}, ... for the operands
     torch: Callable[..., Tensor]
     gradient: Gradient | None = None  # (gradient of the result, result, *operands): those of the operands
+    row: Row | None = (
+        None  # of a row: a reduction or a scan over its elements, in PyTorch over the last dimension
+    )
 
 
 def apply(name: str, *operands: Any) -> Any:
@@ -91,6 +103,29 @@ def _round(x: Tensor) -> Tensor:
 
 def _truncating(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
+
+
+def _extremum_of_row(name: str, identity: float) -> Callable[[Tensor], Tensor]:
+    """Return the extremum of a row, where a NaN counts as the identity; that of no elements is the identity."""
+
+    def compute(x: Tensor) -> Tensor:
+        least = identity if x.is_floating_point() else clamped(identity, x.dtype)
+        x = torch.where(x.isnan(), least, x) if x.is_floating_point() else x
+        padded = torch.cat([x, x.new_full((*x.shape[:-1], 1), least)], dim=-1)
+        result: Tensor = getattr(padded, f"a{name}")(-1, keepdim=True)
+        return result
+
+    return compute
+
+
+def clamped(number: float, dtype: torch.dtype) -> int:
+    """Return an infinity as the integer of a dtype that stands for it."""
+    return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
+
+
+def _of_extremum(g: Any, y: Any, x: Any) -> Any:
+    """Elements that are equal to the extremum share its gradient."""
+    return (_where(x == y, g / apply("sum", _where(x == y, 1.0, 0.0)), 0.0),)
 
 
 _NAN = ", propagate_nan=tl.PropagateNan.ALL)"
@@ -195,6 +230,27 @@ PRIMITIVES: dict[str, Primitive] = {
         "float", "libdevice.copysign({0}, {1})", torch.copysign,
         lambda g, y, a, b: (_where(y == a, g, -g), None),
     ),
+    # Of a row.
+    "sum": Primitive(
+        "total", "tl.sum({0}, 1, keep_dims=True)", lambda x: x.sum(-1, keepdim=True), lambda g, y, x: (g,),
+        Row("({0} + {1})", 0.0),
+    ),
+    "max": Primitive(
+        "number", "tl.max({0}, 1, keep_dims=True)", _extremum_of_row("max", -math.inf), _of_extremum,
+        Row("tl.maximum({0}, {1})", -math.inf),
+    ),
+    "min": Primitive(
+        "number", "tl.min({0}, 1, keep_dims=True)", _extremum_of_row("min", math.inf), _of_extremum,
+        Row("tl.minimum({0}, {1})", math.inf),
+    ),
+    "cumsum": Primitive(
+        "total", "tl.cumsum({0}, 1)", lambda x: x.cumsum(-1), lambda g, y, x: (apply("cumsum_reversed", g),),
+        Row("({0} + {1})", 0.0, is_scan=True),
+    ),
+    "cumsum_reversed": Primitive(
+        "total", "tl.cumsum({0}, 1, reverse=True)", lambda x: x.flip(-1).cumsum(-1).flip(-1),
+        lambda g, y, x: (apply("cumsum", g),), Row("({0} + {1})", 0.0, is_scan=True),
+    ),
 }  # fmt: skip
 
 # Methods of Python's operators, without underscores.
@@ -217,6 +273,8 @@ def simplified(name: str, inputs: Sequence[Value]) -> Value | None:
         if _is(first, 0.0) or _is(second, 0.0):
             return inputs[0] if _is(first, 0.0) else inputs[1]
         return inputs[1] if _is(first, 1.0) else inputs[0] if _is(second, 1.0) else None
+    if name in ("sum", "cumsum", "cumsum_reversed") and _is(first, 0.0):
+        return inputs[0]
     if name == "neg" and type(first) in (int, float):
         return inputs[0].graph.number(-first)
     if name == "where" and inputs[1].index == inputs[2].index:
@@ -259,8 +317,17 @@ def _plain(name: str) -> Callable[..., Any]:
     return lambda graph, *operands: graph.apply(name, *operands)
 
 
+def _reduction(name: str) -> Callable[..., Any]:
+    def apply_to_row(graph: Graph, x: Any, axis: Any = None, keep_dims: bool = False) -> Value:
+        if axis not in (None, 0, -1):
+            raise TypeError(f"a row has one axis: tl.{name}(x), not axis={axis}")
+        return graph.apply(name, x)
+
+    return apply_to_row
+
+
 _PARAMETERS = {"where": "condition, x, y", "fma": "x, y, z"}
-_HIDDEN = {"maximum_or_nan", "minimum_or_nan"}
+_HIDDEN = {"maximum_or_nan", "minimum_or_nan", "cumsum_reversed"}
 
 CALLS: dict[str, tuple[inspect.Signature, Callable[..., Any]]] = {
     name: (
@@ -268,7 +335,7 @@ CALLS: dict[str, tuple[inspect.Signature, Callable[..., Any]]] = {
         _plain(name),
     )
     for name, each in PRIMITIVES.items()
-    if name not in _HIDDEN and name not in BINARY and name != "neg"
+    if name not in _HIDDEN and name not in BINARY and name != "neg" and each.row is None
 } | {
     "maximum": (_signature("x, y, propagate_nan=False"), _extremum("maximum")),
     "minimum": (_signature("x, y, propagate_nan=False"), _extremum("minimum")),
@@ -277,9 +344,23 @@ CALLS: dict[str, tuple[inspect.Signature, Callable[..., Any]]] = {
     "sqrt_rn": (_signature("x"), _plain("sqrt")),
     "cast": (_signature("x, dtype"), lambda graph, x, dtype: graph.lifted(x).to(dtype)),
     "fmod": (_signature("x, y"), _plain("mod")),
+    "sum": (_signature("input, axis=None, keep_dims=False"), _reduction("sum")),
+    "max": (_signature("input, axis=None, keep_dims=False"), _reduction("max")),
+    "min": (_signature("input, axis=None, keep_dims=False"), _reduction("min")),
+    "cumsum": (
+        _signature("input, axis=0, reverse=False"),
+        lambda graph, x, axis, reverse: _reduction("cumsum_reversed" if reverse else "cumsum")(graph, x, axis),
+    ),
     "static_assert": (_signature("cond, msg=''"), lambda graph, cond, msg: None),
 }  # fmt: skip
 
 
+OF_ROWS = frozenset(name for name, each in PRIMITIVES.items() if each.row is not None) | {"length"}
+
+
 def advice() -> str:
-    return f"a scalar function may use arithmetic, comparisons, .to() and {', '.join(sorted(CALLS))}"
+    scalar = ", ".join(sorted({*CALLS} - OF_ROWS))
+    row = ", ".join(sorted({*CALLS} & OF_ROWS))
+    return (
+        f"it may use arithmetic, comparisons, .to() and {scalar}; a function of rows also {row} and x.numel"
+    )

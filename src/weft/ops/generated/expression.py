@@ -10,6 +10,7 @@ Triton's functions are recognized by their names, so tracing needs no Triton. He
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import types
@@ -23,7 +24,7 @@ from .primitives import PRIMITIVES
 class Node(NamedTuple):
     """A number, a parameter, or a primitive of earlier nodes."""
 
-    name: str  # of a primitive; "number", "parameter" or "cast"
+    name: str  # of a primitive; "number", "parameter", "cast" or "length", which is that of a row
     inputs: tuple[int, ...] = ()
     value: Any = None  # of a number, the name of a parameter, or the type that is cast to
 
@@ -35,12 +36,15 @@ class Graph:
         self.derives = False  # a gradient: products with 0 and 1 are left out, so that no zero becomes NaN
         self.nodes: list[Node] = []
         self._index: dict[Any, int] = {}
+        self._varies: dict[int, bool] = {}
         self.parameters: dict[str, Value] = {}
         for name in parameters:
             self.parameter(name)
 
-    def parameter(self, name: str) -> Value:
+    def parameter(self, name: str, varies: bool = True) -> Value:
+        """Add a parameter, which may have one value for a row."""
         self.parameters[name] = self.value("parameter", value=name)
+        self._varies[self.parameters[name].index] = varies
         return self.parameters[name]
 
     def value(self, name: str, *inputs: Value, value: Any = None) -> Value:
@@ -67,6 +71,14 @@ class Graph:
         inputs = [self.lifted(each) for each in operands]
         simple = primitives.simplified(name, inputs) if self.derives else None
         return self.value(name, *inputs) if simple is None else simple
+
+    def varies(self, index: int) -> bool:
+        """Return whether a node has a value for each element, rather than one for a row."""
+        if index not in self._varies:
+            node = self.nodes[index]
+            row = PRIMITIVES[node.name].row if node.name in PRIMITIVES else None
+            self._varies[index] = any(map(self.varies, node.inputs)) if row is None else row.is_scan
+        return self._varies[index]
 
     def needed(self, results: Iterable[Value]) -> list[int]:
         """Return the nodes that results are computed from, in order."""
@@ -124,8 +136,10 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in PRIMITIVES:  # `x.abs()`, `x.sigmoid()`
-            return lambda *operands: self.graph.apply(name, self, *operands)
+        if name == "numel":
+            return self.graph.value("length")
+        if name in primitives.CALLS:  # `x.abs()`, `x.sigmoid()`, `x.sum()`
+            return functools.partial(_primitive(self.graph, name), self)
         raise AttributeError(f"a scalar has no .{name}: {primitives.advice()}")
 
     def __pow__(self, exponent: Any) -> Value:
@@ -281,7 +295,7 @@ def gradients(results: Sequence[Value], upstream: Sequence[Value], wanted: Itera
     for index in reversed(graph.needed(results)):
         node = graph.nodes[index]
         adjoint = adjoints.get(index)
-        if adjoint is None or node.name in ("number", "parameter"):
+        if adjoint is None or not node.inputs:
             continue
         inputs = [Value(graph, i) for i in node.inputs]
         if node.name == "cast":
@@ -302,4 +316,10 @@ def gradients(results: Sequence[Value], upstream: Sequence[Value], wanted: Itera
 
 
 def _accumulate(adjoints: dict[int, Value], index: int, value: Value) -> None:
+    """Add to the gradient of a node. What has one value for a row gets the sum over the row."""
+    graph = value.graph
+    if graph.nodes[index].name in ("number", "length"):
+        return
+    if graph.varies(value.index) and not graph.varies(index):
+        value = graph.apply("sum", value)
     adjoints[index] = value.graph.apply("add", adjoints[index], value) if index in adjoints else value

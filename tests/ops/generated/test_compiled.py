@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 import weft
-from tests.ops.pointwise.functions import FUNCTIONS
+from tests.ops.generated.functions import FUNCTIONS
 from tests.support.binaries import flaws
 from weft.lab.compiled.offline import compile_all
-from weft.ops.pointwise.kernels import Form, Operand, kernel_for
-from weft.ops.pointwise.lowering import Typed
+from weft.ops.generated.kernels import kernel_for
+from weft.ops.generated.lowering import Typed
+from weft.ops.generated.text import Form, Operand
 from weft.runtime import TARGETS, Variant, recording
 
 # ---- binaries -----------------------------------------------------------------------------------------------
@@ -30,6 +32,41 @@ def variants(name: str, target: str) -> list[Variant]:
             if results.requires_grad:
                 torch.autograd.grad(results, inputs, torch.empty_like(results))
     return list(dict.fromkeys(recorded))
+
+
+ROWS: dict[str, Any] = {
+    "softmax": weft.softmax,
+    "log_softmax": weft.log_softmax,
+    "logsumexp": weft.logsumexp,
+    "cumsum": weft.cumsum,
+    "l2_normalize": weft.l2_normalize,
+    "group_norm": lambda x: weft.group_norm(x[..., None], 8),
+}
+
+
+def variants_of_rows(name: str, target: str) -> list[Variant]:
+    """Return the variants that a function of rows and its gradient launch for a short, a whole and a long row."""
+    with recording(target) as recorded:
+        for length in (200, 8192, 20_000):
+            x = torch.empty((64, length), dtype=torch.bfloat16, device="meta", requires_grad=True)
+            y = ROWS[name](x)
+            torch.autograd.grad(y, x, torch.empty_like(y))
+    return list(dict.fromkeys(recorded))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        pytest.param(target, name, marks=[] if (target, name) == ("sm_90", "softmax") else pytest.mark.slow)
+        for target in TARGETS
+        for name in ROWS
+    ],
+)
+def test_kernels_of_rows_compile_without_spills(target: str, name: str) -> None:
+    jobs = [(variant, target) for variant in variants_of_rows(name, target)]
+    assert len(jobs) >= 6
+    for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=300), strict=True):
+        assert not flaws(target, binary), variant
 
 
 @pytest.mark.parametrize(
@@ -118,3 +155,48 @@ def test_more_dimensions_are_proven_safe(outer: int, broadcast: str) -> None:
     open_questions = {answer.kind for answer in report.answers if answer.verdict != "proven"}
     assert open_questions <= {"covered"}, report
     assert outer == 2 or not open_questions, report
+
+
+def rows(outer: int, loops: bool, scan: bool) -> Any:
+    """Prove a softmax or a running sum of x[sizes, cols], of any strides between rows, into a contiguous result."""
+    from triton_loom.prove import Buffer, cdiv, prove, symbol
+
+    op = weft.rowwise((lambda x: tl.cumsum(x)) if scan else (lambda x: tl.exp(x - tl.max(x)) / tl.sum(x)))
+    form = Form(FP32[:1], (Operand("x", "1", True),), (Operand("out", "1", True),), outer, loops)
+    kernel = kernel_for("rows", op.op.scalar, form)
+    width = 256 if loops else 1024
+    sizes = [symbol(f"size{i}", 1, 2**10) for i in range(outer)]
+    cols = symbol("cols", 1, 2**14 if loops else width)
+    strides = [symbol(f"stride{i}", 0, 2**24) for i in range(outer)]
+    count: Any = 1
+    row_strides: list[Any] = []
+    for size in reversed(sizes):
+        row_strides.insert(0, count)
+        count = size * count
+    arguments: dict[str, Any] = {
+        "x_ptr": Buffer.strided("f32", (*sizes, cols), (*strides, 1)),
+        "out_ptr": Buffer("f32", count * cols, shape=(*sizes, cols)),
+        "rows": count, "cols": cols, "ROWS": 2, "COLS": width, "ALIGN": 1,
+    }  # fmt: skip
+    arguments |= {f"size{i}": sizes[i] for i in range(1, outer)}
+    for i in range(outer):
+        arguments |= {f"x_stride{i}": strides[i], f"out_stride{i}": row_strides[i] * cols}
+    return prove(kernel.fn, grid=(cdiv(count, 2),), args=arguments, outputs=("out_ptr",))
+
+
+@pytest.mark.parametrize(
+    ("outer", "loops", "scan"),
+    [
+        (1, False, False),
+        pytest.param(1, True, False, marks=pytest.mark.slow),
+        pytest.param(1, True, True, marks=pytest.mark.slow),
+        pytest.param(2, False, False, marks=pytest.mark.slow),
+        pytest.param(3, False, False, marks=pytest.mark.slow),
+        pytest.param(2, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_proven_safe(outer: int, loops: bool, scan: bool) -> None:
+    report = rows(outer, loops, scan)
+    open_questions = {answer.kind for answer in report.answers if answer.verdict != "proven"}
+    assert open_questions <= {"covered"}, report
+    assert outer > 1 or not open_questions, report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .expression import Graph, Value
-from .primitives import FLOATS, PRIMITIVES, TYPES
+from .primitives import FLOATS, PRIMITIVES, TYPES, clamped
 
 FLOAT = torch.float32  # the type of all floats in a function; fp64 where the reference is given that
 NAMES = {dtype: name for name, dtype in TYPES.items() if name not in FLOATS} | {FLOAT: "float32"}
@@ -66,6 +67,8 @@ def operand_type(name: str, operands: Sequence[Typed]) -> Typed:
         raise TypeError(
             f"{name} takes integers and bools; convert floats with .to(tl.int32), or use tl.floor(a / b)"
         )
+    if kind == "total" and not common.dtype.is_floating_point:
+        return common._replace(dtype=torch.int64)
     if common.dtype is torch.bool and (kind == "number" or name in ("floordiv", "lshift", "rshift")):
         raise TypeError(
             f"{name} takes numbers; convert bools with .to(tl.int32), or combine them with &, | and ~"
@@ -74,15 +77,22 @@ def operand_type(name: str, operands: Sequence[Typed]) -> Typed:
 
 
 class Scalar:
-    """Scalar function of named parameters with named results."""
+    """Function of named parameters with named results: of an element each, or of rows of `dims` dimensions. The results
+    in `narrow` have one value for each row."""
 
-    def __init__(self, graph: Graph, results: Mapping[str, Value]) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, results: Mapping[str, Value], dims: int = 0, narrow: Iterable[str] = ()
+    ) -> None:
+        self.graph, self.dims, self.narrow = graph, dims, frozenset(narrow)
         self.results = dict(results)
         self._types: dict[tuple[Typed, ...], dict[int, Typed]] = {}
         self.order = graph.needed(results.values())
         used = {graph.nodes[index].value for index in self.order if graph.nodes[index].name == "parameter"}
         self.parameters = tuple(name for name in graph.parameters if name in used)
+
+    def shape_of(self, result: str, shape: torch.Size) -> torch.Size:
+        """Return the shape of a result for arguments that are broadcast to `shape`."""
+        return shape[: len(shape) - self.dims] if result in self.narrow else shape
 
     def types(self, kinds: tuple[Typed, ...]) -> dict[int, Typed]:
         """Return the type of every node for parameters of these kinds, in the order of `parameters`."""
@@ -99,6 +109,8 @@ class Scalar:
                 types[index] = in_function(by_name[node.value])
             elif node.name == "number":
                 types[index] = kind_of(node.value)
+            elif node.name == "length":
+                types[index] = Typed(torch.int64, NUMBER)
             elif node.name == "cast":
                 types[index] = Typed(TYPES[node.value], types[node.inputs[0]].rank)
             else:
@@ -115,8 +127,11 @@ class Scalar:
 
     # ---- in PyTorch -------------------------------------------------------------------------------------------
 
-    def evaluate(self, values: Mapping[str, Any], wide: torch.dtype = FLOAT) -> list[Any]:
-        """Return the results in PyTorch, not rounded yet: floats are computed in `wide`."""
+    def evaluate(
+        self, values: Mapping[str, Any], shape: torch.Size, wide: torch.dtype = FLOAT
+    ) -> list[Tensor]:
+        """Return the results in PyTorch for arguments that are broadcast to `shape`, not rounded yet: floats are
+        computed in `wide`."""
         kinds = tuple(kind_of(values[name]) for name in self.parameters)
         types = self.types(kinds)
         device = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
@@ -128,8 +143,12 @@ class Scalar:
         done: dict[int, Tensor] = {}
         for index in self.order:
             node, typed = self.graph.nodes[index], types[index]
-            if node.name in ("parameter", "number"):
-                value = values[node.value] if node.name == "parameter" else node.value
+            if not node.inputs:
+                value: Any = node.value
+                if node.name == "parameter":
+                    value = values[node.value]
+                elif node.name == "length":
+                    value = math.prod(shape[len(shape) - self.dims :])
                 dtype = wide if typed.dtype.is_floating_point else typed.dtype
                 is_tensor = isinstance(value, Tensor)
                 done[index] = (
@@ -145,32 +164,44 @@ class Scalar:
                 cast(each, torch.bool if node.name == "where" and i == 0 else common)
                 for i, each in enumerate(operands)
             ]
-            done[index] = PRIMITIVES[node.name].torch(*operands)
-        return [done[result.index] for result in self.results.values()]
+            primitive = PRIMITIVES[node.name]
+            if primitive.row is None:
+                done[index] = primitive.torch(*operands)
+                continue
+            whole = operands[0].expand(torch.broadcast_shapes(operands[0].shape, shape[-self.dims :]))
+            result = primitive.torch(whole.flatten(-self.dims))
+            row = whole.shape[-self.dims :] if primitive.row.is_scan else (1,) * self.dims
+            done[index] = result.unflatten(-1, row)
+        return [self._shaped(name, done[result.index], shape) for name, result in self.results.items()]
+
+    def _shaped(self, name: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """Expand a result to its whole shape."""
+        if name not in self.narrow:
+            return value.expand(shape)
+        rows = shape[: len(shape) - self.dims]
+        return value.expand(*rows, *(1,) * self.dims).reshape(rows)
 
     # ---- in Triton --------------------------------------------------------------------------------------------
 
-    def lines(self, kinds: tuple[Typed, ...]) -> tuple[list[str], list[str]]:
-        """Return lines of Triton that compute with variables named as the parameters, and the expressions of the
-        results."""
+    def expressions(self, kinds: tuple[Typed, ...]) -> tuple[dict[int, str], list[str]]:
+        """Return the Triton expression of each node, in variables `x_value` for a parameter x and `v{index}` for other
+        nodes, and the expressions of the results. For a primitive of a row it is that of its operand."""
         types = self.types(kinds)
-        lines: list[str] = []
-        texts: dict[int, str] = {}
+        expressions: dict[int, str] = {}
 
         def operand(index: int, dtype: torch.dtype) -> str:
             node = self.graph.nodes[index]
             if node.name == "number":
                 return literal(node.value, dtype)
-            return converted(texts[index], types[index].dtype, dtype)
+            names = {"parameter": f"{node.value}_value", "length": "tl.cast(cols, tl.int64)"}
+            name = names.get(node.name, f"v{index}")
+            return converted(name, types[index].dtype, dtype)
 
         for index in self.order:
             node = self.graph.nodes[index]
-            if node.name == "number":
+            if not node.inputs:
                 continue
-            if node.name == "parameter":
-                texts[index] = node.value
-                continue
-            if node.name == "cast":
+            if node.name == "cast" or PRIMITIVES[node.name].row is not None:
                 text = operand(node.inputs[0], types[index].dtype)
             else:
                 common = operand_type(node.name, [types[i] for i in node.inputs]).dtype
@@ -184,9 +215,10 @@ class Scalar:
                         for at, i in enumerate(node.inputs)
                     )
                 )
-            texts[index] = f"v{index}"
-            lines.append(f"v{index} = {text}")
-        return lines, [operand(result.index, types[result.index].dtype) for result in self.results.values()]
+            expressions[index] = text
+        return expressions, [
+            operand(result.index, types[result.index].dtype) for result in self.results.values()
+        ]
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:
@@ -194,7 +226,8 @@ def literal(value: Any, dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return repr(bool(value))
     if not dtype.is_floating_point:
-        return repr(int(value))
+        is_limit = isinstance(value, float) and math.isinf(value)
+        return repr(clamped(value, dtype) if is_limit else int(value))
     text = repr(float(value))
     return f"float('{text}')" if text.strip("-") in ("inf", "nan") else text
 

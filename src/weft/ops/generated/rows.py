@@ -1,0 +1,205 @@
+"""Kernels of functions of rows, written as text.
+
+A program has ROWS rows. A row of up to COLS elements is one tile. A longer one is read once for each level of
+reductions: what a reduction needs of earlier ones is there when its own loop begins. For softmax these are the loops of
+the maximum, of the sum and of the result. Partial results are kept for every column of a tile, and combined at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .lowering import NAMES, Scalar, literal
+from .primitives import PRIMITIVES, Row
+from .text import Form, Operand, bools, definition, loaded, positions, signature, stored
+
+
+def levels(scalar: Scalar) -> dict[int, int]:
+    """Return for each node the loop in which its elements are known: one more than that of any reduction it needs. A
+    reduction itself is known when its loop ends."""
+    found: dict[int, int] = {}
+    for index in scalar.order:
+        node = scalar.graph.nodes[index]
+        row = row_of(scalar, index)
+        highest = max((found[i] for i in node.inputs), default=0)
+        found[index] = highest + (row is not None and not row.is_scan)
+    return found
+
+
+def row_of(scalar: Scalar, index: int) -> Row | None:
+    """Return how a node combines the elements of a row, if it does."""
+    name = scalar.graph.nodes[index].name
+    return PRIMITIVES[name].row if name in PRIMITIVES else None
+
+
+def scans_both_ways(scalar: Scalar) -> bool:
+    """Return whether one loop would have to run in both directions."""
+    known = levels(scalar)
+    names = {(scalar.graph.nodes[i].name, known[i]) for i in scalar.order if row_of(scalar, i)}
+    return any(("cumsum", level) in names for name, level in names if name == "cumsum_reversed")
+
+
+def kernel_text_of_rows(name: str, scalar: Scalar, form: Form) -> str:
+    """Return the source of the kernel of a function of rows."""
+    return _Text(scalar, form).of(name)
+
+
+class _Text:
+    """Text of a kernel: what is computed in which loop."""
+
+    def __init__(self, scalar: Scalar, form: Form) -> None:
+        self.scalar, self.form, self.graph = scalar, form, scalar.graph
+        self.kinds = dict(zip(scalar.parameters, form.kinds, strict=True))
+        self.types = scalar.types(form.kinds)
+        self.expressions, self.results = scalar.expressions(form.kinds)
+        self.levels = levels(scalar)
+        self.reductions = [i for i in scalar.order if (row := row_of(scalar, i)) and not row.is_scan]
+
+    def of(self, name: str) -> str:
+        parameters, floats = signature(self.scalar, self.form)
+        body = [
+            "cols = (cols // ALIGN) * ALIGN",
+            "row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]",
+            "exists = (row < rows)[:, None]",
+            *positions(self.form.outer),
+            *bools(self.kinds),
+            *(self._loops() if self.form.loops else self._tile()),
+        ]
+        return definition(name, [*parameters, *floats], ("ROWS", "COLS", "ALIGN"), body)
+
+    # ---- one tile -----------------------------------------------------------------------------------------------
+
+    def _tile(self) -> list[str]:
+        lines = ["col = tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks()]
+        lines += [self._load(each) for each in self.form.inputs]
+        for index, text in self.expressions.items():
+            value = self._inside(index, text) if row_of(self.scalar, index) else text
+            lines.append(f"v{index} = {self._whole(index, value)}")
+        return [*lines, *self._stores(lambda operand: True)]
+
+    # ---- loops ----------------------------------------------------------------------------------------------------
+
+    def _loops(self) -> list[str]:
+        """Return a loop for each level that has elements to compute, and between them what has one value for a row."""
+        wide = {o.name: self.levels[self._index_of(o.name)] for o in self.form.outputs if self._is_wide(o)}
+        last = max([self.levels[i] - 1 for i in self.reductions] + [*wide.values()], default=-1)
+        lines = [self._load(each) for each in self.form.inputs if not self._varies(each.name)]
+        known: set[int] = set()
+        for level in range(last + 1):
+            lines += self._narrow(level, known)
+            lines += self._loop(level, wide)
+        lines += self._narrow(last + 1, known)
+        return [*lines, *self._stores(lambda operand: not self._is_wide(operand))]
+
+    def _narrow(self, level: int, known: set[int]) -> list[str]:
+        """Return what is computed from reductions of earlier loops alone."""
+        lines = []
+        for index, text in self.expressions.items():
+            is_narrow = not self.graph.varies(index) and row_of(self.scalar, index) is None
+            if is_narrow and self.levels[index] <= level and index not in known:
+                known.add(index)
+                lines.append(f"v{index} = {text}")
+        return lines
+
+    def _loop(self, level: int, wide: dict[str, int]) -> list[str]:
+        reductions = [i for i in self.reductions if self.levels[i] == level + 1]
+        stores = [o for o in self.form.outputs if wide.get(o.name) == level]
+        ends = [i for each in reductions for i in self.graph.nodes[each].inputs]
+        ends += [self._index_of(o.name) for o in stores]
+        needed = self._needed(ends)
+        scans = [i for i in needed if (row := row_of(self.scalar, i)) and row.is_scan]
+        names = {self.graph.nodes[i].value for i in needed if self.graph.nodes[i].name == "parameter"}
+        start = "tile * COLS"
+        if any(self.graph.nodes[i].name == "cumsum_reversed" for i in scans):
+            start = "(tl.cdiv(cols, COLS) - 1 - tile) * COLS"
+        body = [f"col = {start} + tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks()]
+        body += [self._load(each) for each in self.form.inputs if each.name in names]
+        lines = [f"carry{i} = {self._full(i, '1')}" for i in scans]
+        lines += [f"acc{i} = {self._full(i, 'COLS')}" for i in reductions]
+        for index in needed:
+            text = self.expressions.get(index)
+            if text is None:
+                continue
+            if index in scans:
+                inside = self._inside(index, text)
+                body += [
+                    f"v{index} = {self._whole(index, inside)} + carry{index}",
+                    f"carry{index} += tl.sum({inside}, 1, keep_dims=True)",
+                ]
+            else:
+                body.append(f"v{index} = {text}")
+        for index in reductions:
+            row = PRIMITIVES[self.graph.nodes[index].name].row
+            assert row is not None
+            inside = self._inside(index, self.expressions[index])
+            body.append(f"acc{index} = {row.combine.format(f'acc{index}', inside)}")
+        body += self._stores(lambda operand: operand in stores)
+        lines += ["for tile in range(0, tl.cdiv(cols, COLS)):", *(f"    {line}" for line in body)]
+        return lines + [f"v{i} = {self._whole(i, f'acc{i}')}" for i in reductions]
+
+    def _needed(self, ends: Iterable[int]) -> list[int]:
+        """Return the nodes with a value for each element that are computed in a loop, in order."""
+        needed: set[int] = set()
+        waiting = [*ends]
+        while waiting:
+            index = waiting.pop()
+            if index not in needed and self.graph.varies(index):
+                needed.add(index)
+                waiting += self.graph.nodes[index].inputs
+        return sorted(needed)
+
+    # ---- lines ----------------------------------------------------------------------------------------------------
+
+    def _masks(self) -> list[str]:
+        lines = ["inside = col < cols", "mask = exists & inside"]
+        split = [o.name for o in (*self.form.inputs, *self.form.outputs) if o.step == "split"]
+        if not split:
+            return lines
+        dims = self.scalar.dims
+        lines.append("rest = col")
+        for i in reversed(range(1, dims)):
+            lines += [f"in{i} = rest % inner{i}", f"rest = rest // inner{i}"]
+        lines.append("in0 = rest")
+        return lines + [
+            f"{name}_off = {' + '.join(f'in{i}.to(tl.int64) * {name}_step{i}' for i in range(dims))}"
+            for name in split
+        ]
+
+    def _load(self, operand: Operand) -> str:
+        return loaded(operand, self.kinds[operand.name].dtype, self.form.outer)
+
+    def _stores(self, chosen: Callable[[Operand], bool]) -> list[str]:
+        pairs = zip(self.form.outputs, self.results, strict=True)
+        return [stored(each, result, self.form.outer) for each, result in pairs if chosen(each)]
+
+    def _varies(self, parameter: str) -> bool:
+        return self.graph.varies(self.graph.parameters[parameter].index)
+
+    def _index_of(self, output: str) -> int:
+        position = [o.name for o in self.form.outputs].index(output)
+        return list(self.scalar.results.values())[position].index
+
+    def _is_wide(self, operand: Operand) -> bool:
+        position = self.form.outputs.index(operand)
+        return [*self.scalar.results][position] not in self.scalar.narrow
+
+    def _identity(self, index: int) -> str:
+        row = row_of(self.scalar, index)
+        assert row is not None
+        return literal(row.identity, self.types[index].dtype)
+
+    def _inside(self, index: int, text: str) -> str:
+        """Return the elements of a tile, with the identity outside of the row and, of an extremum, for a NaN."""
+        inside = "inside"
+        if self.graph.nodes[index].name in ("max", "min") and self.types[index].dtype.is_floating_point:
+            inside = f"inside & ({text} == {text})"
+        return f"tl.where({inside}, {text}, {self._identity(index)})"
+
+    def _whole(self, index: int, text: str) -> str:
+        """Return a node's expression; for one of a row, its reduction or scan of a tile."""
+        if row_of(self.scalar, index) is None:
+            return text
+        return PRIMITIVES[self.graph.nodes[index].name].triton.format(text)
+
+    def _full(self, index: int, cols: str) -> str:
+        return f"tl.full([ROWS, {cols}], {self._identity(index)}, tl.{NAMES[self.types[index].dtype]})"

@@ -1,0 +1,1 @@
+"""Functions of rows: softmax, sums and norms, each a `@weft.rowwise` op."""
