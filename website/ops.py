@@ -32,6 +32,8 @@ def families() -> dict[str, list[str]]:
 
 def title(key: str) -> str:
     """Of a family, from the name of its package."""
+    if key == "generated":
+        return "Your own"
     return key.upper() if len(key) <= 3 else key.replace("_", " ").capitalize()
 
 

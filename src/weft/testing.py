@@ -1,15 +1,20 @@
-"""Checks for ops of your own: `check(op)` asks of a `@weft.pointwise` op what Weft's tests ask of Weft's ops."""
+"""`check(op)` asks of an op that `@weft.pointwise` or `@weft.rowwise` made what Weft's tests ask of Weft's own ops."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .ops.generated.pointwise import Pointwise
+
+if TYPE_CHECKING:
+    from .lab.problem import Workload
 
 ROWS, COLS = 5, 33  # neither a multiple of what a GPU loads at a time
 
@@ -22,13 +27,14 @@ def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
     to compile without a graph break. A launch under the sanitizer finds what leaves a tensor or races.
 
     `examples` are arguments for functions that are not defined everywhere; by default, all arguments are tensors of
-    normal numbers, some of them broadcast.
+    normal numbers, some of them broadcast. Then the bytes that the op moves are counted, too, and if z3 is installed
+    its launch is proven to be safe for every number of rows.
     """
     from .lab.checks import CHECKS, NotApplicable
     from .lab.problem import Call, Inputs, Workload
 
     if not isinstance(op, Pointwise):
-        raise TypeError(f"check takes an op that @weft.pointwise made; got {op!r}")
+        raise TypeError(f"check takes an op that @weft.pointwise or @weft.rowwise made; got {op!r}")
     if examples and len(examples) != len(op.parameters):
         raise TypeError(f"{op.name} takes {', '.join(op.parameters)}; got {len(examples)} examples")
 
@@ -64,6 +70,9 @@ def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
         run("gradients", lambda: _gradients(op, call))
     run("sanitized", lambda: _sanitized(call))
     run("compiled", lambda: _compiled(op, call))
+    if not examples:
+        run("bytes", lambda: _bytes(replace(workload_of(torch.float32), shape=("rows", 1024), rows=512)))
+        run("proven", lambda: _proven(workload_of(torch.float32)))
     return passed
 
 
@@ -97,6 +106,29 @@ def _compiled(op: Pointwise, call: Any) -> None:
     got = torch.compile(op, fullgraph=True, backend="aot_eager")(**call.kwargs)
     for mine, wanted in zip(_tuple(got), _tuple(call()), strict=True):
         assert torch.equal(mine, wanted), "the compiled result differs"
+
+
+def _bytes(workload: Workload) -> None:
+    from .lab.traffic import count_traffic
+
+    moved = count_traffic(workload)
+    assert moved.as_promised, f"{moved.total.modelled} bytes are moved; {moved.least} would do"
+
+
+def _proven(workload: Workload) -> None:
+    """Ask the solver about the forward launch; an answer that it leaves open is not one of the checks that passed."""
+    from .lab.checks import NotApplicable
+
+    if importlib.util.find_spec("z3") is None:
+        raise NotApplicable("z3 is not installed")
+    from .lab.symbolic.proofs import proven
+
+    result = proven(workload, "sm_90", regions=1)
+    answers = [a for proof in result.proofs for a in (*proof.answers, *proof.races)]
+    wrong = [str(a) for a in answers if a.verdict == "counterexample"]
+    assert not wrong, "\n".join(wrong)
+    if result.skipped or not answers or any(a.verdict != "proven" for a in answers):
+        raise NotApplicable("the solver left an answer open")
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

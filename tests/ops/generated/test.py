@@ -454,6 +454,18 @@ def test_functions_that_cannot_be_traced() -> None:
             weft.pointwise(scalar)  # type: ignore[arg-type]
 
 
+def test_parameters_may_have_the_names_of_a_kernels_variables() -> None:
+    def scalar(x: Any, mask: Any, row: Any, col: Any, v3: Any, off: Any, tl_: Any) -> Any:
+        return tl.where(mask > 0, x, row) + col * v3 + off * tl_
+
+    op = weft.pointwise(scalar)
+    for x in (torch.randn(7, 4, 5), torch.randn(7, 5, 4).transpose(1, 2)):
+        values = [*x, 0.5] if x.is_contiguous() else [*x[:6], x[6, 0, 0].item()]
+        x_, mask, row, col, v3, off, number = values[:7]
+        wanted = torch.where(mask > 0, x_, row) + col * v3 + off * number
+        torch.testing.assert_close(op(*values[:7]), wanted)
+
+
 def test_mistakes_are_named() -> None:
     add, x = op_of("add"), torch.ones(3, 4)
     for call, error, message in (

@@ -208,3 +208,4 @@ def test_checks_of_a_users_op() -> None:
         return tl.cumsum(tl.sigmoid(x / temperature)) / tl.sum(tl.sigmoid(x / temperature))
 
     assert {"gradients", "sanitized", "compiled"} <= {*check(soft_rank, torch.randn(5, 33), 0.7)}
+    assert {"gradients", "bytes", "proven"} <= {*check(weft.rowwise(lambda x, y: x / tl.sum(tl.abs(x)) * y))}
