@@ -63,16 +63,17 @@ ROWS_TEXT = [
     ("without the carry of a scan", " + carry", " + 0 * carry"),
     ("a carry of the last element alone", "+= tl.sum(", "= tl.sum("),
     ("a maximum of the last tile alone", "tl.maximum(acc", "tl.maximum(0.0 * acc"),
-    ("tiles from the start for a scan from the end", "(tl.cdiv(cols, COLS) - 1 - tile)", "tile"),
-    ("the first tile alone", "tl.cdiv(cols, COLS)):", "1):"),
-    ("channels in the wrong order", "rest // inner1", "rest % inner1"),
+    ("tiles from the start for a scan from the end", "tile = tiles - 1 - tile", "tile = tile"),
+    ("the first tile alone", "range(0, tiles)", "range(0, 1)"),
+    ("the first channel alone", "in0 = rest", "in0 = rest * 0"),
+    ("elements of the next channel", "(sub < inner1)", "(sub <= inner1)"),
     ("without the stride of x", "at0 * x_stride0", "at0"),
     ("rounded twice", "tl.cast(v", "tl.cast(0.5 * v"),
 ]
 ROWS_HOST = [
     ("dimensions of a row that are not one in memory", "outer != stride * size", "False"),
     ("half of the programs", "-(-rows // (tile // width))", "-(-rows // (2 * tile // width))"),
-    ("a promise of strides that does not hold", "align_of(cols, *dense)", "align_of(cols)"),
+    ("a promise of strides that does not hold", "align_of(cols, *dense,", "align_of(cols,"),
     (
         "sizes of the outer dimensions swapped",
         "outer[i].size for i in range(1",

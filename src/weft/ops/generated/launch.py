@@ -16,7 +16,7 @@ from ..common.sums import sum_rows
 from .kernels import kernel_for
 from .lowering import Scalar, Typed, kind_of
 from .rows import scans_both_ways
-from .text import Form, Operand
+from .text import Form, Operand, inner_sizes
 
 
 class TileConfig(NamedTuple):
@@ -199,28 +199,38 @@ def _bound_rows(
         outer = merged(shape[:before], [_Layout(shape[:before], each.strides[:before]) for each in whole])
     row_strides = [each.strides[before:] for each in whole]
     operands = [
-        Operand(each, _step(inner, row_strides[i]), rows == 1 or any(d.strides[i] for d in outer))
+        Operand(
+            each,
+            _step(inner, row_strides[i]),
+            rows == 1 or any(d.strides[i] for d in outer),
+            _along(inner, row_strides[i]),
+        )
         for i, (each, _) in enumerate(layouts)
     ]
     tile, warps = row_config(cols, target)
-    tile = max(tile, _power_of_two(cols)) if scans_both_ways(scalar) else tile
-    loops = cols > tile
-    width = tile if loops else _power_of_two(cols) if cols > 1 else 1
+    one_tile = scans_both_ways(scalar)
+    split = any(each.along for each in operands) and not one_tile
+    tile = max(tile, _power_of_two(cols)) if one_tile else tile
+    loops = split or cols > tile
+    if split:
+        operands = [
+            o._replace(step="part") if o.along and scalar.dims - 1 not in o.along else o for o in operands
+        ]
+    width = min(tile, _power_of_two(inner[-1] if split else cols)) if cols > 1 else 1
     form = Form(kinds, tuple(operands[:inputs]), tuple(operands[inputs:]), len(outer), loops)
     arguments, dense = _outer_arguments(outer, operands)
-    if any(o.step == "split" for o in operands):
-        arguments |= {f"inner{i}": inner[i] for i in range(1, scalar.dims)}
+    sizes = range(1, scalar.dims) if split else inner_sizes(operands, scalar.dims)
+    arguments |= {f"inner{i}": inner[i] for i in sizes}
     for each, strides in zip(operands, row_strides, strict=True):
-        if each.step == "split":
-            arguments |= {f"{each.name}_step{i}": stride for i, stride in enumerate(strides)}
-        elif each.step == "any":
+        arguments |= {f"{each.name}_step{i}": strides[i] for i in each.along}
+        if each.step == "any":
             arguments[f"{each.name}_step"] = _merged_step(inner, strides) or 0
     launch = Launch.of(
         kernel_for(name, scalar, form),
         num_warps=warps,
         ROWS=tile // width,
         COLS=width,
-        ALIGN=align_of(cols, *dense),
+        ALIGN=align_of(cols, *dense, *inner[-1:] if split else ()),
     )
     return launch.bind(
         (-(-rows // (tile // width)), 1, 1), **dict(integers), rows=rows, cols=cols, **arguments
@@ -240,6 +250,13 @@ def _merged_step(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
         if outer != stride * size:
             return None
     return real[-1][1] if real else 0
+
+
+def _along(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions of a row along which an operand varies, if they are not one in memory."""
+    if _merged_step(sizes, strides) is not None:
+        return ()
+    return tuple(i for i, stride in enumerate(strides) if stride)
 
 
 def _step(sizes: Sequence[int], strides: Sequence[int]) -> str:

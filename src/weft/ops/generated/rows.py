@@ -3,15 +3,16 @@
 A program has ROWS rows. A row of up to COLS elements is one tile. A longer one is read once for each level of
 reductions: what a reduction needs of earlier ones is there when its own loop begins. For softmax these are the loops of
 the maximum, of the sum and of the result. Partial results are kept for every column of a tile, and combined at the end.
+If an operand has one value for a channel of a row, tiles are parts of a channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .lowering import NAMES, Scalar, literal
 from .primitives import PRIMITIVES, Row
-from .text import Form, Operand, bools, definition, loaded, positions, signature, stored
+from .text import Form, Operand, bools, definition, inner_sizes, loaded, positions, signature, stored
 
 
 def levels(scalar: Scalar) -> dict[int, int]:
@@ -53,6 +54,7 @@ class _Text:
         self.types = scalar.types(form.kinds)
         self.expressions, self.results = scalar.expressions(form.kinds)
         self.levels = levels(scalar)
+        self.is_split = any(each.along for each in (*form.inputs, *form.outputs))
         self.reductions = [i for i in scalar.order if (row := row_of(scalar, i)) and not row.is_scan]
 
     def of(self, name: str) -> str:
@@ -70,7 +72,8 @@ class _Text:
     # ---- one tile -----------------------------------------------------------------------------------------------
 
     def _tile(self) -> list[str]:
-        lines = ["col = tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks()]
+        operands = [*self.form.inputs, *self.form.outputs]
+        lines = ["col = tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks(operands)]
         lines += [self._load(each) for each in self.form.inputs]
         for index, text in self.expressions.items():
             value = self._inside(index, text) if row_of(self.scalar, index) else text
@@ -83,7 +86,12 @@ class _Text:
         """Return a loop for each level that has elements to compute, and between them what has one value for a row."""
         wide = {o.name: self.levels[self._index_of(o.name)] for o in self.form.outputs if self._is_wide(o)}
         last = max([self.levels[i] - 1 for i in self.reductions] + [*wide.values()], default=-1)
-        lines = [self._load(each) for each in self.form.inputs if not self._varies(each.name)]
+        last_size = f"inner{self.scalar.dims - 1}"
+        lines = ["tiles = tl.cdiv(cols, COLS)"]
+        if self.is_split:
+            lines = [f"{last_size} = ({last_size} // ALIGN) * ALIGN", f"parts = tl.cdiv({last_size}, COLS)"]
+            lines += [f"tiles = cols // {last_size} * parts"]
+        lines += [self._load(each) for each in self.form.inputs if not self._varies(each.name)]
         known: set[int] = set()
         for level in range(last + 1):
             lines += self._narrow(level, known)
@@ -109,11 +117,10 @@ class _Text:
         needed = self._needed(ends)
         scans = [i for i in needed if (row := row_of(self.scalar, i)) and row.is_scan]
         names = {self.graph.nodes[i].value for i in needed if self.graph.nodes[i].name == "parameter"}
-        start = "tile * COLS"
-        if any(self.graph.nodes[i].name == "cumsum_reversed" for i in scans):
-            start = "(tl.cdiv(cols, COLS) - 1 - tile) * COLS"
-        body = [f"col = {start} + tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks()]
-        body += [self._load(each) for each in self.form.inputs if each.name in names]
+        backwards = any(self.graph.nodes[i].name == "cumsum_reversed" for i in scans)
+        inputs = [each for each in self.form.inputs if each.name in names]
+        body = self._columns(backwards, [*inputs, *stores])
+        body += [self._load(each) for each in inputs]
         lines = [f"carry{i} = {self._full(i, '1')}" for i in scans]
         lines += [f"acc{i} = {self._full(i, 'COLS')}" for i in reductions]
         for index in needed:
@@ -134,7 +141,7 @@ class _Text:
             inside = self._inside(index, self.expressions[index])
             body.append(f"acc{index} = {row.combine.format(f'acc{index}', inside)}")
         body += self._stores(lambda operand: operand in stores)
-        lines += ["for tile in range(0, tl.cdiv(cols, COLS)):", *(f"    {line}" for line in body)]
+        lines += ["for tile in range(0, tiles):", *(f"    {line}" for line in body)]
         return lines + [f"v{i} = {self._whole(i, f'acc{i}')}" for i in reductions]
 
     def _needed(self, ends: Iterable[int]) -> list[int]:
@@ -150,20 +157,44 @@ class _Text:
 
     # ---- lines ----------------------------------------------------------------------------------------------------
 
-    def _masks(self) -> list[str]:
-        lines = ["inside = col < cols", "mask = exists & inside"]
-        split = [o.name for o in (*self.form.inputs, *self.form.outputs) if o.step == "split"]
-        if not split:
-            return lines
-        dims = self.scalar.dims
-        lines.append("rest = col")
-        for i in reversed(range(1, dims)):
-            lines += [f"in{i} = rest % inner{i}", f"rest = rest // inner{i}"]
-        lines.append("in0 = rest")
-        return lines + [
-            f"{name}_off = {' + '.join(f'in{i}.to(tl.int64) * {name}_step{i}' for i in range(dims))}"
-            for name in split
+    def _columns(self, backwards: bool, operands: Sequence[Operand]) -> list[str]:
+        """Return the columns of a loop's tile. If the dimensions of a row are not one for some operand, a tile lies in
+        one stretch of the last of them, and the positions along the others are scalars."""
+        lines = ["tile = tiles - 1 - tile"] if backwards else []
+        if not self.is_split:
+            return [*lines, "col = tile * COLS + tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks([])]
+        last = self.scalar.dims - 1
+        lines += [
+            "sub = (tile % parts) * COLS + tl.arange(0, COLS)[None, :]  # [1, COLS]",
+            f"col = tile // parts * inner{last} + sub",
+            f"inside = (sub < inner{last}) & (col < cols)",  # the second holds anyway: for the solver
+            "mask = exists & inside",
+            "rest = tile // parts",
         ]
+        for i in reversed(range(1, last)):
+            lines += [f"in{i} = rest % inner{i}", f"rest = rest // inner{i}"]
+        lines += ["in0 = rest", f"in{last} = sub"]
+        return lines + self._offsets([each for each in operands if each.along])
+
+    def _masks(self, operands: Iterable[Operand]) -> list[str]:
+        """Return the masks of a tile, and the offsets of operands for which a row's dimensions are not one."""
+        lines = ["inside = col < cols", "mask = exists & inside"]
+        split = [o for o in operands if o.along]
+        needed = {i for each in split for i in each.along}
+        if needed:
+            lines.append("rest = col")
+        for i in reversed(inner_sizes(split, self.scalar.dims)):
+            lines += [f"in{i} = rest % inner{i}"] if i in needed else []
+            lines += [f"rest = rest // inner{i}"] if min(needed) < i else []
+        lines += ["in0 = rest"] if 0 in needed else []
+        return lines + self._offsets(split)
+
+    def _offsets(self, operands: Iterable[Operand]) -> list[str]:
+        lines = []
+        for each in operands:
+            terms = (f"in{i}.to(tl.int64) * {each.name}_step{i}" for i in each.along)
+            lines.append(f"{each.name}_off = {' + '.join(terms)}")
+        return lines
 
     def _load(self, operand: Operand) -> str:
         return loaded(operand, self.kinds[operand.name].dtype, self.form.outer)

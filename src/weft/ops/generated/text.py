@@ -18,8 +18,10 @@ class Operand(NamedTuple):
     """How a kernel addresses a tensor."""
 
     name: str
-    step: str  # along the last dimension: "0", "1" or "any"; "split" for the dimensions of a row that are not one
+    step: str  # along the last dimension: "0", "1" or "any"; "split" if the dimensions of a row are not one, and "part"
+    # if a tile lies within one stretch of the last of them, along which the operand does not vary
     varies: bool  # along the other dimensions
+    along: tuple[int, ...] = ()  # the dimensions of a row along which it varies, if they are not one
 
 
 class Form(NamedTuple):
@@ -46,10 +48,17 @@ def signature(scalar: Scalar, form: Form) -> tuple[list[str], list[str]]:
     parameters += [f"{n}_value" for n, kind in numbers.items() if not kind.dtype.is_floating_point]
     parameters += ["rows", "cols", *(f"size{i}" for i in range(1, form.outer))] if form.outer else ["count"]
     parameters += [f"{o.name}_stride{i}" for o in operands if o.varies for i in range(form.outer)]
-    split = [o.name for o in operands if o.step == "split"]
-    parameters += [f"inner{i}" for i in range(1, scalar.dims) if split]
-    parameters += [f"{each}_step{i}" for each in split for i in range(scalar.dims)]
+    sizes = inner_sizes(operands, scalar.dims)
+    sizes = range(1, scalar.dims) if form.loops and sizes else sizes
+    parameters += [f"inner{i}" for i in sizes]
+    parameters += [f"{each.name}_step{i}" for each in operands for i in each.along]
     return [*parameters, *(f"{o.name}_step" for o in operands if o.step == "any")], floats
+
+
+def inner_sizes(operands: Iterable[Operand], dims: int) -> range:
+    """Return the dimensions of a row whose sizes a kernel needs to take the number of an element apart."""
+    first = min((each.along[0] for each in operands if each.along), default=dims)
+    return range(max(first, 1), dims)
 
 
 def positions(outer: int) -> list[str]:
@@ -91,9 +100,9 @@ def _address(operand: Operand, outer: int) -> tuple[str, str]:
         offset = " + ".join(f"at{i} * {name}_stride{i}" for i in range(outer))
         offset = f"tl.multiple_of({offset}, ALIGN)" if operand.step == "1" else offset
         pointer += f" + ({offset})[:, None]"
-    if operand.step == "split":
+    if operand.step in ("split", "part"):
         pointer += f" + {name}_off"
     elif operand.step != "0":
         pointer += " + col" if operand.step == "1" else f" + col.to(tl.int64) * {name}_step"
     mask = {(True, True): "mask", (True, False): "exists", (False, True): "inside", (False, False): ""}
-    return pointer, mask[operand.varies, operand.step != "0"]
+    return pointer, mask[operand.varies, operand.step not in ("0", "part")]
