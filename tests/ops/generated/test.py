@@ -466,6 +466,32 @@ def test_parameters_may_have_the_names_of_a_kernels_variables() -> None:
         torch.testing.assert_close(op(*values[:7]), wanted)
 
 
+@pytest.mark.parametrize(
+    ("scalar", "kept"),
+    [
+        (lambda x, y: x + y, 0),
+        (lambda x, y: x * y, 2),
+        (lambda x, y: tl.exp(x) - y, 1),
+        (lambda x, y: x + tl.floor(y), 0),
+    ],
+)
+def test_only_what_the_gradient_reads_is_kept(scalar: Any, kept: int) -> None:
+    sizes: list[int] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.untyped_storage().nbytes() // tensor.element_size())
+        return tensor
+
+    x, y = (torch.randn(40, 50, requires_grad=True) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        result = weft.pointwise(scalar)(x, y)
+    assert sorted(sizes)[2 - kept :] == [2000] * kept
+    assert sum(sizes) <= 2000 * kept + 2
+    result.sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_contiguous()
+
+
 def test_mistakes_are_named() -> None:
     add, x = op_of("add"), torch.ones(3, 4)
     for call, error, message in (
@@ -505,7 +531,7 @@ def test_check_accepts_right_ops_and_names_the_mistake() -> None:
     wrong = weft.pointwise(backward=lambda x, dout: dout * x)(lambda x: x * x)
     with pytest.raises(AssertionError, match=r", gradients: "):
         check(wrong)
-    with pytest.raises(TypeError, match=r"takes an op that @weft\.pointwise made"):
+    with pytest.raises(TypeError, match=r"takes an op that @weft\.pointwise or"):
         check(torch.add)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ...quant.qtensor import stand_in
 from ...runtime import (
     Backward,
     Gradients,
@@ -187,8 +188,18 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
             described, outputs, dict.fromkeys(names[len(shape) - dims :], "rows are computed whole")
         )
 
+    @functools.cached_property
+    def kept(self) -> frozenset[str]:
+        """Parameters that the gradients read; of the others shape and dtype are enough."""
+        try:
+            given = tuple(f"d{name}" for name in self.scalar.results)
+            return frozenset(self.backward_op.gradient(self.parameters, given, ()).parameters)
+        except TypeError:  # for some of its parameters the function has no gradient
+            return frozenset(self.parameters)
+
     def keep(self, a: Any, outputs: Any) -> Any:
-        return a
+        unread = {n: stand_in(t) for n, t in self.tensors(a).items() if n not in self.kept}
+        return a._replace(**unread) if unread else a
 
     def backward(self, b: Backward) -> Gradients:
         count = len(self.parameters)
