@@ -48,6 +48,11 @@ def odd_strides_of_one(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, strides)
 
 
+def negated(t: Tensor) -> Tensor:
+    """Return a view that stands for the negative of its memory, as `z.conj().imag` does."""
+    return t if t.dtype is torch.bool or t.is_complex() else torch._neg_view(t.neg())
+
+
 LAYOUTS = (
     transposed,
     stepped,
@@ -58,6 +63,7 @@ LAYOUTS = (
     constant,
     permuted,
     odd_strides_of_one,
+    negated,
 )
 
 

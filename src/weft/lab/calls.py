@@ -94,7 +94,7 @@ def parts(named: dict[str, Any]) -> dict[str, Tensor]:
                     if isinstance(part, Tensor):
                         flat[f"{name}.{side}.{field}"] = part.detach()
         elif value is not None:
-            flat[name] = value.detach()
+            flat[name] = value.detach().resolve_neg()
     return flat
 
 

@@ -225,7 +225,8 @@ class Op(Generic[A, O]):
         tensors = self.arguments.tensors(a)
         # `is_transformed()` and `_is_watched()`, written out: this runs in every call.
         if _functorch_level() is not None or forward_ad._current_level >= 0:
-            return self.outputs.build(*apply(self.function, a, *tensors))
+            a = self.resolved(a)
+            return self.outputs.build(*apply(self.function, a, *self.arguments.tensors(a)))
         if _count_dispatch_modes() > _modes_seen_through:
             return self.dispatch(a)
         requires_grad = False
@@ -235,8 +236,12 @@ class Op(Generic[A, O]):
                 if kind is list:
                     if not _PLAIN.issuperset(map(type, tensor)):
                         return self.dispatch(a)
+                    if any(map(Tensor.is_neg, tensor)):
+                        return self(self.resolved(a))
                 elif kind is not Tensor and kind is not Parameter:
                     return self.dispatch(a)
+                elif tensor.is_neg():
+                    return self(self.resolved(a))
                 elif tensor.requires_grad:
                     requires_grad = True
         if requires_grad and torch.is_grad_enabled():
@@ -249,6 +254,24 @@ class Op(Generic[A, O]):
                 else self.with_history(call, results)
             )
         return self.run(a)
+
+    def resolved(self, a: A) -> A:
+        """Return arguments whose memory holds their values. That of a view like `z.conj().imag` holds the negative
+        ones, which kernels would read."""
+
+        def resolve(name: str, value: Any) -> Any:
+            if isinstance(value, list):
+                return [resolve(name, each) for each in value]
+            if not (isinstance(value, Tensor) and value.is_neg()):
+                return value
+            if name in self.written:
+                raise ValueError(
+                    f"{name} is written, and is a view of the negative of its memory: pass a clone"
+                )
+            return value.resolve_neg()
+
+        values = zip(self.arguments.names, self.arguments.flatten(a), strict=True)
+        return self.arguments.build(*(resolve(name, value) for name, value in values))
 
     def with_history(self, call: _Call, results: Iterable[Tensor]) -> O:
         """Return the outputs of a call, with `results` in place of the differentiable ones."""
@@ -288,7 +311,8 @@ class Op(Generic[A, O]):
         if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(destinations)):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
-        if self.is_traced(a) or not self.serves_call(a):
+        is_negative = any(t.is_neg() for t in (*targets, *self.arguments.tensors(a)) if isinstance(t, Tensor))
+        if is_negative or self.is_traced(a) or not self.serves_call(a):
             outputs = [
                 result if target is None else target.copy_(result)
                 for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)

@@ -443,7 +443,7 @@ def test_functions_that_cannot_be_traced() -> None:
         (lambda x: math.exp(x), "functions of `math` take numbers"),
         (lambda x: tl.sum(x), "sum is for functions of rows: use @weft.rowwise"),
         (lambda x: tl.load(x), "tl.load is not among"),
-        (lambda x: x[0], "not subscriptable"),
+        (lambda x: x[0], "cannot be indexed"),
         (lambda x: x + "a", "computes with its parameters and with numbers"),
         (lambda *x: x[0], "without defaults and stars"),
         (lambda: 1.0, "needs parameters"),
@@ -510,6 +510,7 @@ def test_mistakes_are_named() -> None:
         (lambda: add(x, 1.0, out=torch.ones(1, 4).expand(3, 4)), ValueError, "elements of out share memory"),
         (lambda: add(x, x, out=(x, x)), ValueError, "has 1 results; out has 2"),
         (lambda: add(x, x, out_dtype=torch.int32), ValueError, "out_dtype"),
+        (lambda: add(x.int(), 1, out_dtype=torch.float32), ValueError, "is torch.int32: leave it out"),
     ):
         with pytest.raises(error, match=message):
             call()

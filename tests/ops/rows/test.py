@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -202,10 +204,19 @@ def test_zero_vectors_have_no_direction() -> None:
     torch.testing.assert_close(x.grad.double(), exact.grad)
 
 
+def test_ops_are_pickled_by_name() -> None:
+    from weft.ops.rows import softmax
+
+    assert pickle.loads(pickle.dumps(softmax._softmax)) is softmax._softmax
+    assert copy.deepcopy(softmax._softmax) is softmax._softmax
+
+
 def test_mistakes_are_named() -> None:
     x = drawn(2, 6)
     for call, error, message in (
         (lambda: weft.softmax(x, 2), IndexError, "no dimension 2"),
+        (lambda: weft.softmax(x, (0, 1)), TypeError, "dim must be an integer"),  # type: ignore[arg-type]
+        (lambda: weft.cumsum(x.int(), out_dtype=torch.bfloat16), ValueError, "is torch.int64"),
         (lambda: weft.softmax([1.0]), TypeError, "x must be a tensor"),
         (lambda: weft.softmax(x, out_dtype=torch.int8), ValueError, "out_dtype"),
         (lambda: weft.group_norm(x, 4), ValueError, "groups must divide the 6 channels"),

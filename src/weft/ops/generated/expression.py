@@ -130,8 +130,11 @@ class Value:
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            "a scalar function sees one element of each argument, which cannot be indexed or iterated over"
+            "a parameter stands for one element, or for all elements of a row: it cannot be indexed or iterated over"
         )
+
+    def __getitem__(self, index: Any) -> Any:
+        return iter(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

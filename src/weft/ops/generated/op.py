@@ -103,7 +103,12 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
     def result_dtypes(self, a: Any) -> list[torch.dtype]:
         values = self.values(a)
         kinds = tuple(kind_of(values[name]) for name in self.scalar.parameters)
-        return self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
+        dtypes = self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
+        if a.out_dtype is not None and not any(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(
+                f"out_dtype is for float results; that of {self.name} is {dtypes[0]}: leave it out"
+            )
+        return dtypes
 
     def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
         return (

@@ -112,6 +112,10 @@ class Pointwise:
     def __repr__(self) -> str:
         return f"<weft.{type(self).__name__.lower()} {self.name}({', '.join(self.parameters)})>"
 
+    def __reduce__(self) -> str:
+        """Pickle as a function is: by its name."""
+        return self.scalar.__qualname__
+
     def _bound(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments in order; raise an error that says which are missing or unknown."""
         values = dict(zip(self.parameters, args, strict=False))
