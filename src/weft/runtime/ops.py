@@ -311,8 +311,7 @@ class Op(Generic[A, O]):
         if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(destinations)):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
-        is_negative = any(t.is_neg() for t in (*targets, *self.arguments.tensors(a)) if isinstance(t, Tensor))
-        if is_negative or self.is_traced(a) or not self.serves_call(a):
+        if self.is_traced(a) or self.is_negated(a, targets) or not self.serves_call(a):
             outputs = [
                 result if target is None else target.copy_(result)
                 for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)
@@ -327,6 +326,11 @@ class Op(Generic[A, O]):
         self.launch(filled, a)
         torch.autograd.graph.increment_version([target for target in targets if target is not None])
         return filled
+
+    def is_negated(self, a: A, targets: Iterable[Tensor | None]) -> bool:
+        """Return whether the memory of a tensor holds the negative of its values."""
+        tensors = (*targets, *self.arguments.tensors(a))
+        return any(tensor.is_neg() for tensor in tensors if isinstance(tensor, Tensor))
 
     def is_traced(self, a: A) -> bool:
         """Return whether anything besides autograd sees a call with these arguments: a compiler, a mode, a transform, a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -53,7 +54,14 @@ def near(got: Tensor, truth: Tensor, noise: float) -> None:
 # ---- values -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def each(names: Iterable[str], every: int) -> list[Any]:
+    """Return the cases of a test: one of so many by day, the others by night. Each builds a kernel."""
+    return [
+        pytest.param(name, marks=[] if i % every == 0 else pytest.mark.slow) for i, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("name", each(FUNCTIONS, 6))
 def test_values(name: str) -> None:
     function = FUNCTIONS[name]
     inputs = arguments(function)
@@ -70,7 +78,7 @@ def test_half_precision_rounds_once(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(got.nan_to_num(), wide.to(got.dtype).nan_to_num())
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", each(INTEGERS, 4))
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_integers(name: str, dtype: torch.dtype) -> None:
     scalar, definition, count = INTEGERS[name]
@@ -186,7 +194,7 @@ def test_layouts(name: str) -> None:
         assert got.stride() == wanted.stride()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", each(LAYOUTS, 3))
 def test_gradients_of_layouts(name: str) -> None:
     """Arguments that were broadcast get sums, in fp32 and in a fixed order."""
     x, y = (t.clone(memory_format=torch.preserve_format).requires_grad_() for t in LAYOUTS[name])
@@ -291,10 +299,7 @@ def test_gradients_are_slopes(name: str) -> None:
     assert torch.autograd.gradcheck(op_of(name), [x.requires_grad_() for x in inputs])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if i % 6 == 0 else [pytest.mark.slow]) for i, name in enumerate(SMOOTH)],
-)
+@pytest.mark.parametrize("name", each(SMOOTH, 10))
 def test_gradients_in_fp32(name: str) -> None:
     """The kernel of the gradient, against float64."""
     function = FUNCTIONS[name]

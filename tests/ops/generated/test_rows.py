@@ -53,6 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "no reduction": (lambda x: x * x, lambda x: x * x),
 }  # fmt: skip
+BY_DAY = ("variance", "share of the largest", "scan of a softmax", "rows and elements")
 LENGTHS = (1, 2, 77, 4096, 8200, 20_000)
 
 
@@ -60,11 +61,17 @@ def several(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_and_gradients(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        *[(name, (77, 8200)) for name in BY_DAY],
+        *[pytest.param(name, LENGTHS, marks=pytest.mark.slow) for name in FUNCTIONS],
+    ],
+)
+def test_results_and_gradients(name: str, lengths: tuple[int, ...]) -> None:
     function, definition = FUNCTIONS[name]
     op = weft.rowwise(function)
-    for length in LENGTHS:
+    for length in lengths:
         x = torch.randn(3, length, generator=torch.Generator().manual_seed(length)).requires_grad_()
         exact = x.detach().double().requires_grad_()
         got, wanted = several(op(x)), several(definition(exact))
@@ -117,8 +124,15 @@ def weighted_in_pytorch(x: Tensor, column: Tensor, row: Tensor, number: float) -
     return (x * column + row) / total + column.expand(x.shape).amax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("length", [6, 9001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [
+        (6, torch.bfloat16),
+        (9001, torch.float32),
+        pytest.param(6, torch.float32, marks=pytest.mark.slow),
+        pytest.param(9001, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_arguments_are_broadcast(length: int, dtype: torch.dtype) -> None:
     """A vector of columns, one value for each row, one for all, and their gradients."""
     op = weft.rowwise(weighted)

@@ -16,8 +16,8 @@ from triton_loom.testing import EPS32
 
 import weft
 
-LENGTHS = (1, 2, 33, 1000, 8192, 8193, 50_000)
-LONG = 300_000
+LENGTHS = (33, 8193)
+BY_NIGHT = (1, 2, 1000, 8192, 50_000, 300_000)
 
 
 class Function(NamedTuple):
@@ -69,7 +69,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("length", [*LENGTHS, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(n, marks=pytest.mark.slow) for n in BY_NIGHT)])
 def test_values_and_gradients(name: str, length: int) -> None:
     function, x = FUNCTIONS[name], drawn(3, length).requires_grad_()
     exact = x.detach().double().requires_grad_()
@@ -83,7 +83,9 @@ def test_values_and_gradients(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_half_precision_rounds_once(name: str, dtype: torch.dtype) -> None:
     x = drawn(5, 300, dtype=dtype)
     got, wide = FUNCTIONS[name].weft(x), FUNCTIONS[name].weft(x.float())
@@ -106,7 +108,7 @@ def test_special_rows(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("length", [5, 700, 9000])
+@pytest.mark.parametrize("length", [pytest.param(5, marks=pytest.mark.slow), 700, 9000])
 def test_bits_do_not_depend_on_the_batch(name: str, length: int) -> None:
     x = drawn(9, length)
     together = FUNCTIONS[name].weft(x)
