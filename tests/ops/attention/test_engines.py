@@ -381,6 +381,7 @@ def test_choice_on_gpus(gpu: Callable[..., AttentionArgs]) -> None:
 
 def test_without_flash_attention(gpu: Callable[..., AttentionArgs], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gpu(mask=CAUSAL)
+    monkeypatch.setitem(engines._BY_NAME, "cuDNN", library("cuDNN")._replace(missing=lambda: "cuDNN"))
     assert [chosen(plain, target) for target in ("sm_90", "sm_100")] == ["Weft", "Weft"]
     monkeypatch.setitem(engines._BY_NAME, "cuDNN", library("cuDNN")._replace(missing=lambda: None))
     assert [chosen(plain, target) for target in ("sm_90", "sm_100")] == ["cuDNN", "cuDNN"]
