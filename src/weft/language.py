@@ -35,9 +35,8 @@ class _Absent:
         return self
 
 
-traced: Any = (
-    _Absent()
-)  # `tl` in functions that are traced: it is recognized, and Triton need not be imported
+# `tl` in functions that are traced, which recognize it: Triton need not be imported.
+traced: Any = _Absent()
 
 
 def _interpreted() -> bool:

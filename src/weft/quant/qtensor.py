@@ -557,7 +557,7 @@ def _undecoded(value: Any) -> Any:
 def _decoded_view(func: Any, q: QTensor, *args: Any, **kwargs: Any) -> Any:
     """Return a read-only view of the decoded tensor, for views that have no codes of their own."""
     plain = q._decoded(q.dtype)
-    if plain.stride() != q.stride():  # as of columnwise codes, which the view's shape may not fit
+    if plain.stride() != q.stride():  # decoded from columnwise codes, it may not fit the view
         plain = plain.new_empty_strided(q.shape, q.stride()).copy_(plain)
     result = func(plain, *args, **kwargs)
     return tree_map(lambda t: DecodedView(t) if isinstance(t, Tensor) else t, result)

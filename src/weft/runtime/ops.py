@@ -256,8 +256,8 @@ class Op(Generic[A, O]):
         return self.run(a)
 
     def resolved(self, a: A) -> A:
-        """Return arguments whose memory holds their values. That of a view like `z.conj().imag` holds the negative
-        ones, which kernels would read."""
+        """Return the arguments with negated views materialized: the memory of `z.conj().imag` holds the negative of its
+        values, and kernels read memory."""
 
         def resolve(name: str, value: Any) -> Any:
             if isinstance(value, list):

@@ -12,6 +12,7 @@ import weft
 from tests.ops.generated.functions import FUNCTIONS
 from tests.support.binaries import flaws
 from weft.lab.compiled.offline import compile_all
+from weft.lab.families.rows import FUNCTIONS as FUNCTIONS_OF_ROWS
 from weft.ops.generated.kernels import kernel_for
 from weft.ops.generated.lowering import Typed
 from weft.ops.generated.text import Form, Operand
@@ -34,14 +35,7 @@ def variants(name: str, target: str) -> list[Variant]:
     return list(dict.fromkeys(recorded))
 
 
-ROWS: dict[str, Any] = {
-    "softmax": weft.softmax,
-    "log_softmax": weft.log_softmax,
-    "logsumexp": weft.logsumexp,
-    "cumsum": weft.cumsum,
-    "l2_normalize": weft.l2_normalize,
-    "group_norm": lambda x: weft.group_norm(x[..., None], 8),
-}
+ROWS = FUNCTIONS_OF_ROWS | {"group_norm": lambda x: weft.group_norm(x[..., None], 8)}
 
 
 def variants_of_rows(name: str, target: str) -> list[Variant]:
@@ -102,6 +96,21 @@ def flat() -> Any:
     return prove(kernel.fn, grid=(cdiv(count, 2048),), args=arguments | constants, outputs=("out_ptr",))
 
 
+def outer_sizes(outer: int) -> tuple[list[Any], list[Any], Any, list[Any]]:
+    """Return sizes of outer dimensions, strides of any tensor along them, and their product and strides in rows of a
+    contiguous one."""
+    from triton_loom.prove import symbol
+
+    sizes = [symbol(f"size{i}", 1, 2**10) for i in range(outer)]
+    strides = [symbol(f"stride{i}", 0, 2**24) for i in range(outer)]
+    rows: Any = 1
+    row_strides: list[Any] = []
+    for size in reversed(sizes):
+        row_strides.insert(0, rows)
+        rows = size * rows
+    return sizes, strides, rows, row_strides
+
+
 def in_rows(outer: int, broadcast: str) -> Any:
     """Prove x[sizes, cols] + y -> out: x of any strides, y a row or a column, out contiguous."""
     from triton_loom.prove import Buffer, cdiv, prove, symbol
@@ -110,13 +119,8 @@ def in_rows(outer: int, broadcast: str) -> Any:
     inputs = (Operand("x", "1", True), Operand("y", "0" if column else "1", column))
     form = Form(FP32, inputs, (Operand("out", "1", True),), outer)
     kernel = kernel_for("add", weft.pointwise(FUNCTIONS["add"].scalar).op.scalar, form)
-    sizes, cols = [symbol(f"size{i}", 1, 2**10) for i in range(outer)], symbol("cols", 1, 2**14)
-    strides = [symbol(f"stride{i}", 0, 2**24) for i in range(outer)]
-    rows: Any = 1
-    row_strides: list[Any] = []
-    for size in reversed(sizes):
-        row_strides.insert(0, rows)
-        rows = size * rows
+    cols = symbol("cols", 1, 2**14)
+    sizes, strides, rows, row_strides = outer_sizes(outer)
     arguments: dict[str, Any] = {
         "x_ptr": Buffer.strided("f32", (*sizes, cols), (*strides, 1)),
         "y_ptr": Buffer("f32", rows if column else cols),
@@ -165,14 +169,8 @@ def rows(outer: int, loops: bool, scan: bool) -> Any:
     form = Form(FP32[:1], (Operand("x", "1", True),), (Operand("out", "1", True),), outer, loops)
     kernel = kernel_for("rows", op.op.scalar, form)
     width = 256 if loops else 1024
-    sizes = [symbol(f"size{i}", 1, 2**10) for i in range(outer)]
     cols = symbol("cols", 1, 2**14 if loops else width)
-    strides = [symbol(f"stride{i}", 0, 2**24) for i in range(outer)]
-    count: Any = 1
-    row_strides: list[Any] = []
-    for size in reversed(sizes):
-        row_strides.insert(0, count)
-        count = size * count
+    sizes, strides, count, row_strides = outer_sizes(outer)
     arguments: dict[str, Any] = {
         "x_ptr": Buffer.strided("f32", (*sizes, cols), (*strides, 1)),
         "out_ptr": Buffer("f32", count * cols, shape=(*sizes, cols)),

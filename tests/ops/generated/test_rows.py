@@ -13,6 +13,7 @@ import triton_loom
 from torch import Tensor
 
 import weft
+from weft.lab.problem import Call, Workload
 from weft.testing import check
 
 # As a function of a row, and in PyTorch.
@@ -169,6 +170,35 @@ def test_rows_of_two_dimensions() -> None:
         torch.testing.assert_close(total, flat.sum(-1))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), pytest.param((2, 3, 4, 3000), marks=pytest.mark.slow)])
+def test_rows_of_three_dimensions(shape: tuple[int, ...]) -> None:
+    """With an operand that varies along any of them, in scans in one direction and in both."""
+
+    def one_way(x: Any, w: Any) -> Any:
+        return tl.cumsum(x * w), tl.sum(x * w), tl.cumsum(w - x, reverse=True)
+
+    def reversed_sums(t: Tensor) -> Tensor:
+        return t.flip(1).cumsum(1).flip(1)
+
+    separate = weft.rowwise(dims=3)(one_way)
+    both = weft.rowwise(dims=3)(lambda x, w: tl.cumsum(x * w) + tl.cumsum(w - x, reverse=True))
+    _, a, b, c = shape
+    for small in ((a, 1, 1), (b, 1), (c,), (a, 1, c), (1, b, c), (a, b, 1)):
+        x, w = (torch.randint(-4, 5, size).float().requires_grad_() for size in (shape, small))
+        with triton_loom.sanitize():
+            scanned, total, rest = separate(x, w)
+            sums = both(x, w)
+        product, difference = (x * w).flatten(1), (w - x).flatten(1)
+        assert torch.equal(scanned.flatten(1), product.cumsum(1))
+        assert torch.equal(total, product.sum(1))
+        assert torch.equal(rest.flatten(1), reversed_sums(difference))
+        assert torch.equal(sums.flatten(1), product.cumsum(1) + reversed_sums(difference))
+        got = torch.autograd.grad(scanned.square().sum() + total.sum(), (x, w))
+        wanted = torch.autograd.grad(product.cumsum(1).square().sum() + product.sum(), (x, w))
+        for mine, truth in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-4 * float(truth.abs().max()))
+
+
 def test_strides() -> None:
     op = weft.rowwise(lambda x, y: tl.cumsum(x) - y * tl.max(x))
     x, y = torch.randn(5, 6, 70), torch.randn(6, 70)
@@ -223,3 +253,29 @@ def test_checks_of_a_users_op() -> None:
 
     assert {"gradients", "sanitized", "compiled"} <= {*check(soft_rank, torch.randn(5, 33), 0.7)}
     assert {"gradients", "bytes", "proven"} <= {*check(weft.rowwise(lambda x, y: x / tl.sum(tl.abs(x)) * y))}
+
+
+def test_bytes_and_proofs_notice_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads its rows twice, and one whose last column is outside of them."""
+    from weft.ops.generated import kernels, launch
+    from weft.testing import _bytes, _proven
+
+    def workload_of(op: Any, rows: int, cols: int) -> Workload:
+        def build(workload: Workload, inputs: Any, shape: tuple[int, ...]) -> Call:
+            return Call(op, {"x": inputs.normal(*shape)})
+
+        return Workload(op.op.name, "own", "all", ("rows", cols), rows, build, dtype=torch.float32)
+
+    def share(x: Any) -> Any:
+        return x / tl.sum(tl.abs(x))
+
+    _bytes(workload_of(weft.rowwise(share), 4096, 1024))
+    with monkeypatch.context() as changed:
+        changed.setattr(launch, "row_config", lambda cols, target: launch.TileConfig(256, 4))
+        with pytest.raises(AssertionError, match="bytes are moved"):
+            _bytes(workload_of(weft.rowwise(share), 4096, 1024))
+    _proven(workload_of(weft.rowwise(share), 5, 33))
+    text_of, wrong = kernels.kernel_text, ("inside = col < cols", "inside = col <= cols")
+    monkeypatch.setattr(kernels, "kernel_text", lambda *args: text_of(*args).replace(*wrong))
+    with pytest.raises(AssertionError, match="x_ptr"):
+        _proven(workload_of(weft.rowwise(share), 5, 33))

@@ -85,6 +85,11 @@ def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
     return problems + _narrow(variant, binary, read, "loads") + _narrow(variant, binary, written, "stores")
 
 
+def _columns(constants: dict[str, Any]) -> int:
+    """Return the columns of a tile; of a generated kernel's, COLS."""
+    return int(constants["TILE"] if "TILE" in constants else constants["COLS"])
+
+
 def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> list[str]:
     """Return the faults in the widths of loads or stores of tensors whose rows are multiples of 16 elements.
 
@@ -105,7 +110,6 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
     prefix, bits = width_of(variant.kernel) or Width("", 32)
     if binary.target.startswith(prefix):
         allowed.add(bits)
-    tile = constants.get("TILE", constants.get("COLS", 1))
     needed = 0  # one access for every 16 bytes of each tensor's tile that a thread handles
     for name, kind in types.items():
         if kind not in BYTES:
@@ -119,10 +123,10 @@ def _narrow(variant: Variant, binary: Binary, names: Set[str], what: str) -> lis
             if packed:
                 allowed.add(64)
             else:
-                elements = constants.get("ROWS", 1) * tile
+                elements = constants.get("ROWS", 1) * _columns(constants)
                 needed += -(-elements * BYTES[kind] // (16 * threads))
         elif name in VECTORS:
-            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * tile // threads))
+            allowed.add(max(8 * BYTES[kind], 8 * BYTES[kind] * _columns(constants) // threads))
     problems = []
     if widths.get(128, 0) + 2 * widths.get(256, 0) < needed:
         problems.append(f"{what} by bits {widths}, of which at least {needed} should have 128")

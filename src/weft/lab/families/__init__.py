@@ -127,9 +127,9 @@ def width_of(kernel: str) -> Width | None:
 
 def spills_of(kernel: str, target: str) -> int:
     """Return the number of bytes that a kernel is known to spill on a target."""
-    return _SPILLS.get((kernel, target), 0)
+    return _SPILLS.get((_without_digest(kernel), target), 0)
 
 
 def loaded_of(kernel: str, parameter: str) -> Loaded | None:
     """Return a kernel's assumptions about the integers in a tensor, or None if it makes none."""
-    return _LOADED.get((kernel, parameter))
+    return _LOADED.get((_without_digest(kernel), parameter))

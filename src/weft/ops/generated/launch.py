@@ -1,4 +1,4 @@
-"""Launches of scalar functions: dimensions merged over all operands, and one bound launch per layout."""
+"""Launches of functions: dimensions merged over all operands, and one bound launch per layout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..common.rows import align_of
 from ..common.sums import sum_rows
 from .kernels import kernel_for
 from .lowering import Scalar, Typed, kind_of
-from .rows import scans_both_ways
-from .text import Form, Operand, inner_sizes
+from .rows import LONGEST_TILE, scans_both_ways
+from .text import Form, Operand
 
 
 class TileConfig(NamedTuple):
@@ -40,9 +40,6 @@ def row_config(cols: int, target: Capabilities) -> TileConfig:
         return TileConfig(2048 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024), 1)
     tile = 4096 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024)
     return TileConfig(tile, max(tile // (16 * target.warp_size), 1))
-
-
-LONGEST_TILE = 8192  # elements of a row that a program reads at once
 
 
 def _power_of_two(n: int) -> int:
@@ -136,7 +133,8 @@ def _bound(
     name: str, scalar: Scalar, kinds: tuple[Typed, ...], layouts: tuple[tuple[str, _Layout], ...],
     inputs: int, integers: tuple[tuple[str, int], ...], target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
-    """Bind the launch for a layout of inputs and outputs. The last operand is an output, which has all dimensions."""
+    """Bind the launch for a layout of inputs and outputs. The last operand is an output; that of a function of elements
+    has all dimensions."""
     if scalar.dims:
         return _bound_rows(name, scalar, kinds, layouts, inputs, integers, target)
     names = [name for name, _ in layouts]
@@ -219,8 +217,7 @@ def _bound_rows(
     width = min(tile, _power_of_two(inner[-1] if split else cols)) if cols > 1 else 1
     form = Form(kinds, tuple(operands[:inputs]), tuple(operands[inputs:]), len(outer), loops)
     arguments, dense = _outer_arguments(outer, operands)
-    sizes = range(1, scalar.dims) if split else inner_sizes(operands, scalar.dims)
-    arguments |= {f"inner{i}": inner[i] for i in sizes}
+    arguments |= {f"inner{i}": inner[i] for i in form.inner_sizes(scalar.dims)}
     for each, strides in zip(operands, row_strides, strict=True):
         arguments |= {f"{each.name}_step{i}": strides[i] for i in each.along}
         if each.step == "any":

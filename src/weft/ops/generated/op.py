@@ -1,9 +1,8 @@
-"""Ops of scalar functions: arguments and outputs by the names of a function's parameters, forward and backward."""
+"""Ops of functions: arguments and outputs by the names of a function's parameters, forward and backward."""
 
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +24,7 @@ from ...runtime import (
     serves,
 )
 from .lowering import FLOAT, Scalar, float_dtype, kind_of
+from .rows import serves_rows
 
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -32,30 +32,21 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 # Variants for one set of dtypes: flat or with up to three dimensions before the last, which of the operands vary along
 # them, alignment, sizes below 2^30 or not.
 VARIANTS = 64
-LONGEST_ROW = 1 << 30  # elements, whose numbers are int32
 
 
 def broadcast(tensors: Mapping[str, Tensor], dims: int = 0) -> torch.Size:
     """Return the shape that tensors are broadcast to, which has at least so many dimensions."""
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
     try:
         shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors.values()))
     except RuntimeError:
-        raise ValueError(f"the shapes cannot be broadcast together: {shapes}") from None
+        raise ValueError(f"the shapes cannot be broadcast together: {_shapes(tensors)}") from None
     if len(shape) < dims:
-        raise ValueError(f"a row has {dims} dimension{'s' * (dims > 1)}; got {shapes}")
+        raise ValueError(f"a row has {dims} dimension{'s' * (dims > 1)}; got {_shapes(tensors)}")
     return shape
 
 
-def serves_rows(scalar: Scalar, shape: torch.Size) -> bool:
-    """Return whether a kernel serves rows of this size; any, if the function is of elements."""
-    if not scalar.dims:
-        return True
-    from .launch import LONGEST_TILE
-    from .rows import scans_both_ways
-
-    cols = math.prod(shape[len(shape) - scalar.dims :])
-    return cols <= LONGEST_TILE or (cols < LONGEST_ROW and not scans_both_ways(scalar))
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
 
 
 def allocated(shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -65,11 +56,12 @@ def allocated(shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, Tenso
     return first.new_empty(shape, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype)
 
 
-class PointwiseOp(Op[A, O], name="", variants=VARIANTS):
-    """Op of a scalar function. Its first arguments are the parameters that are tensors, the next ones those that are
+class FunctionOp(Op[A, O], name="", variants=VARIANTS):
+    """Op of a function. Its first arguments are the parameters that are tensors, the next ones those that are
     numbers; each parameter is None in one of the two."""
 
     parameters: tuple[str, ...]
+    dims: int  # of a row; 0 for a function of elements
 
     def values(self, a: Any) -> dict[str, Any]:
         """Return tensors and numbers by the names of their parameters."""
@@ -95,8 +87,8 @@ class PointwiseOp(Op[A, O], name="", variants=VARIANTS):
         return torch.float64 if any(kind_of(v).dtype is torch.float64 for v in values.values()) else FLOAT
 
 
-class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
-    """Op that computes the results of a scalar function."""
+class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
+    """Op that computes the results of a function."""
 
     scalar: Scalar
     backward_op: Any
@@ -107,7 +99,7 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         dtypes = self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
         if a.out_dtype is not None and not any(dtype.is_floating_point for dtype in dtypes):
             raise ValueError(
-                f"out_dtype is for float results; that of {self.name} is {dtypes[0]}: leave it out"
+                f"out_dtype is for float results, and the result of {self.name} is {dtypes[0]}: leave it out"
             )
         return dtypes
 
@@ -115,12 +107,12 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         return (
             super().has_kernel(a, tensors)
             and torch.float64 not in self.result_dtypes(a)
-            and serves_rows(self.scalar, broadcast(self.tensors(a)))
+            and (not self.dims or serves_rows(self.scalar, broadcast(self.tensors(a))[-self.dims :].numel()))
         )
 
     def allocate(self, a: Any) -> Any:
         tensors = self.tensors(a)
-        shape = broadcast(tensors, self.scalar.dims)
+        shape = broadcast(tensors, self.dims)
         results = zip(self.scalar.results, self.result_dtypes(a), strict=True)
         return self.outputs.build(
             *(allocated(self.scalar.shape_of(name, shape), dtype, tensors) for name, dtype in results)
@@ -163,7 +155,7 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         return plan
 
     def reference(self, a: Any) -> Any:
-        values, shape = self.values(a), broadcast(self.tensors(a), self.scalar.dims)
+        values, shape = self.values(a), broadcast(self.tensors(a), self.dims)
         results = self.scalar.evaluate(values, shape, self.wide(values))
         return self.outputs.build(
             *(
@@ -177,7 +169,6 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         tensors = self.tensors(a)
         shape = broadcast(tensors)
         names = [f"d{i}" for i in range(len(shape))]
-        dims = self.scalar.dims
         described = {
             name: " ".join(
                 "_" if size != whole else dim
@@ -191,15 +182,15 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
             each: " ".join(names[: len(self.scalar.shape_of(each, shape))]) for each in self.scalar.results
         }
         return Sharding(
-            described, outputs, dict.fromkeys(names[len(shape) - dims :], "rows are computed whole")
+            described, outputs, dict.fromkeys(names[len(shape) - self.dims :], "rows are computed whole")
         )
 
     @functools.cached_property
     def kept(self) -> frozenset[str]:
         """Parameters that the gradients read; of the others shape and dtype are enough."""
         try:
-            given = tuple(f"d{name}" for name in self.scalar.results)
-            return frozenset(self.backward_op.gradient(self.parameters, given, ()).parameters)
+            upstream = tuple(f"d{name}" for name in self.scalar.results)
+            return frozenset(self.backward_op.gradient(self.parameters, upstream, ()).parameters)
         except TypeError:  # for some of its parameters the function has no gradient
             return frozenset(self.parameters)
 
@@ -217,11 +208,10 @@ class ForwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
         return dict(zip(self.parameters, op(a), strict=True))
 
 
-class BackwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
-    """Op that computes the gradients of the parameters of a scalar function."""
+class BackwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
+    """Op that computes the gradients of the parameters of a function."""
 
     results: tuple[str, ...]
-    dims: int  # of a row
     narrow: frozenset[str]  # results that have one value for each row
     # Of the wanted parameters, for the results with a gradient, and which of the first have one value for each row.
     gradient: Callable[[tuple[str, ...], tuple[str, ...], tuple[str, ...]], Scalar]
@@ -229,20 +219,22 @@ class BackwardOp(PointwiseOp[A, O], name="", variants=VARIANTS):
     def call(self, a: Any) -> tuple[Scalar, dict[str, Any], torch.Size]:
         """Return the function of the wanted gradients, its arguments, and the shape they are broadcast to."""
         upstream = dict(zip(self.results, a[2 * len(self.parameters) :], strict=False))
-        given = {f"d{name}": t for name, t in upstream.items() if t is not None}
+        gradients = {f"d{name}": t for name, t in upstream.items() if t is not None}
         wanted = tuple(name for name in self.parameters if getattr(a.needs, name))
         ones = (..., *(None,) * self.dims)
-        values = self.values(a) | {n: t[ones] if n[1:] in self.narrow else t for n, t in given.items()}
+        values = self.values(a) | {n: t[ones] if n[1:] in self.narrow else t for n, t in gradients.items()}
         shape = broadcast({n: value for n, value in values.items() if isinstance(value, Tensor)})
         row = shape[len(shape) - self.dims :]
         narrow = [n for n in wanted if row.numel() > 1 and values[n].shape[-self.dims :].numel() == 1]
-        return self.gradient(wanted, tuple(given), tuple(narrow)), values, shape
+        return self.gradient(wanted, tuple(gradients), tuple(narrow)), values, shape
 
     def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
         if not super().has_kernel(a, tensors):
             return False
+        if not self.dims:
+            return True
         scalar, _, shape = self.call(a)
-        return serves_rows(scalar, shape)
+        return serves_rows(scalar, shape[-self.dims :].numel())
 
     def allocate(self, a: Any) -> Any:
         return self.outputs.build(
@@ -312,7 +304,7 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
     forward: ForwardOp[Any, Any] = _instance(
         ForwardOp[Args, Outputs],
         {"name": name, "variants": VARIANTS, "differentiable": results},
-        {"parameters": parameters, "scalar": scalar, "backward_op": backward},
+        {"parameters": parameters, "dims": scalar.dims, "scalar": scalar, "backward_op": backward},
     )
     return forward
 

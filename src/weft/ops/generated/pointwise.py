@@ -66,27 +66,31 @@ class Pointwise:
                 f"{self.name} sees one element at a time; {of_rows} is for functions of rows: use @weft.rowwise"
             )
 
-    def gradient(self, wanted: tuple[str, ...], given: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
-        """Return the gradients of the wanted parameters, as a function of the parameters and of the given gradients of
-        results. Those in `narrow` are summed over rows."""
-        key = wanted, given, narrow
+    def gradient(self, wanted: tuple[str, ...], upstream: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
+        """Return the gradients of the wanted parameters, as a function of the parameters and of the upstream gradients.
+        Those in `narrow` are summed over rows."""
+        key = wanted, upstream, narrow
         if key not in self._gradients:
             self._gradients[key] = self._gradient(*key)
         return self._gradients[key]
 
-    def _gradient(self, wanted: tuple[str, ...], given: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
+    def _gradient(
+        self, wanted: tuple[str, ...], upstream: tuple[str, ...], narrow: tuple[str, ...]
+    ) -> Scalar:
         graph, results = trace(self.scalar)
-        upstream = {
+        incoming = {
             f"d{n}": graph.parameter(f"d{n}", not self.dims or graph.varies(each.index))
             for n, each in zip(self.results, results, strict=True)
         }
         if self._backward is None:
-            pairs = [(r, u) for r, (name, u) in zip(results, upstream.items(), strict=True) if name in given]
+            pairs = [
+                (r, u) for r, (name, u) in zip(results, incoming.items(), strict=True) if name in upstream
+            ]
             values = gradients([r for r, _ in pairs], [u for _, u in pairs], wanted)
         else:
             absent = graph.number(0.0)
             arguments = [graph.parameter(name) for name in self.parameters]
-            arguments += [u if name in given else absent for name, u in upstream.items()]
+            arguments += [u if name in upstream else absent for name, u in incoming.items()]
             returned = traced(self._backward, graph, arguments)
             if len(returned) != len(self.parameters):
                 raise TypeError(

@@ -8,23 +8,30 @@ If an operand has one value for a channel of a row, tiles are parts of a channel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from .lowering import NAMES, Scalar, literal
 from .primitives import PRIMITIVES, Row
-from .text import Form, Operand, bools, definition, inner_sizes, loaded, positions, signature, stored
+from .text import Form, Operand, bools, definition, loaded, positions, signature, stored
+
+LONGEST_TILE = 8192  # elements of a row that a program reads at once
+LONGEST_ROW = 1 << 30  # elements, whose numbers are int32
+
+
+def serves_rows(scalar: Scalar, cols: int) -> bool:
+    """Return whether a kernel serves rows of so many elements."""
+    return cols <= LONGEST_TILE or (cols < LONGEST_ROW and not scans_both_ways(scalar))
 
 
 def levels(scalar: Scalar) -> dict[int, int]:
     """Return for each node the loop in which its elements are known: one more than that of any reduction it needs. A
     reduction itself is known when its loop ends."""
-    found: dict[int, int] = {}
+    level: dict[int, int] = {}
     for index in scalar.order:
-        node = scalar.graph.nodes[index]
         row = row_of(scalar, index)
-        highest = max((found[i] for i in node.inputs), default=0)
-        found[index] = highest + (row is not None and not row.is_scan)
-    return found
+        highest = max((level[i] for i in scalar.graph.nodes[index].inputs), default=0)
+        level[index] = highest + (row is not None and not row.is_scan)
+    return level
 
 
 def row_of(scalar: Scalar, index: int) -> Row | None:
@@ -35,8 +42,8 @@ def row_of(scalar: Scalar, index: int) -> Row | None:
 
 def scans_both_ways(scalar: Scalar) -> bool:
     """Return whether one loop would have to run in both directions."""
-    known = levels(scalar)
-    names = {(scalar.graph.nodes[i].name, known[i]) for i in scalar.order if row_of(scalar, i)}
+    level_of = levels(scalar)
+    names = {(scalar.graph.nodes[i].name, level_of[i]) for i in scalar.order if row_of(scalar, i)}
     return any(("cumsum", level) in names for name, level in names if name == "cumsum_reversed")
 
 
@@ -52,10 +59,15 @@ class _Text:
         self.scalar, self.form, self.graph = scalar, form, scalar.graph
         self.kinds = dict(zip(scalar.parameters, form.kinds, strict=True))
         self.types = scalar.types(form.kinds)
-        self.expressions, self.results = scalar.expressions(form.kinds)
+        self.expressions, results = scalar.expressions(form.kinds)
+        self.stores = {
+            each: stored(each, text, form.outer) for each, text in zip(form.outputs, results, strict=True)
+        }
+        self.results = dict(zip(form.outputs, scalar.results.items(), strict=True))
         self.levels = levels(scalar)
         self.is_split = any(each.along for each in (*form.inputs, *form.outputs))
-        self.reductions = [i for i in scalar.order if (row := row_of(scalar, i)) and not row.is_scan]
+        self.rows = {i: row for i in scalar.order if (row := row_of(scalar, i))}
+        self.reductions = [i for i, row in self.rows.items() if not row.is_scan]
 
     def of(self, name: str) -> str:
         parameters, floats = signature(self.scalar, self.form)
@@ -76,15 +88,19 @@ class _Text:
         lines = ["col = tl.arange(0, COLS)[None, :]  # [1, COLS]", *self._masks(operands)]
         lines += [self._load(each) for each in self.form.inputs]
         for index, text in self.expressions.items():
-            value = self._inside(index, text) if row_of(self.scalar, index) else text
-            lines.append(f"v{index} = {self._whole(index, value)}")
-        return [*lines, *self._stores(lambda operand: True)]
+            value = self._combined(index, self._inside(index, text)) if index in self.rows else text
+            lines.append(f"v{index} = {value}")
+        return [*lines, *self.stores.values()]
 
     # ---- loops ----------------------------------------------------------------------------------------------------
 
     def _loops(self) -> list[str]:
         """Return a loop for each level that has elements to compute, and between them what has one value for a row."""
-        wide = {o.name: self.levels[self._index_of(o.name)] for o in self.form.outputs if self._is_wide(o)}
+        wide = {
+            operand: self.levels[value.index]
+            for operand, (name, value) in self.results.items()
+            if name not in self.scalar.narrow
+        }
         last = max([self.levels[i] - 1 for i in self.reductions] + [*wide.values()], default=-1)
         last_size = f"inner{self.scalar.dims - 1}"
         lines = ["tiles = tl.cdiv(cols, COLS)"]
@@ -97,29 +113,29 @@ class _Text:
             lines += self._narrow(level, known)
             lines += self._loop(level, wide)
         lines += self._narrow(last + 1, known)
-        return [*lines, *self._stores(lambda operand: not self._is_wide(operand))]
+        return lines + [line for operand, line in self.stores.items() if operand not in wide]
 
     def _narrow(self, level: int, known: set[int]) -> list[str]:
         """Return what is computed from reductions of earlier loops alone."""
         lines = []
         for index, text in self.expressions.items():
-            is_narrow = not self.graph.varies(index) and row_of(self.scalar, index) is None
+            is_narrow = not self.graph.varies(index) and index not in self.rows
             if is_narrow and self.levels[index] <= level and index not in known:
                 known.add(index)
                 lines.append(f"v{index} = {text}")
         return lines
 
-    def _loop(self, level: int, wide: dict[str, int]) -> list[str]:
+    def _loop(self, level: int, wide: dict[Operand, int]) -> list[str]:
         reductions = [i for i in self.reductions if self.levels[i] == level + 1]
-        stores = [o for o in self.form.outputs if wide.get(o.name) == level]
+        outputs = [operand for operand in wide if wide[operand] == level]
         ends = [i for each in reductions for i in self.graph.nodes[each].inputs]
-        ends += [self._index_of(o.name) for o in stores]
+        ends += [self.results[operand][1].index for operand in outputs]
         needed = self._needed(ends)
-        scans = [i for i in needed if (row := row_of(self.scalar, i)) and row.is_scan]
+        scans = [i for i in needed if i in self.rows]
         names = {self.graph.nodes[i].value for i in needed if self.graph.nodes[i].name == "parameter"}
         backwards = any(self.graph.nodes[i].name == "cumsum_reversed" for i in scans)
         inputs = [each for each in self.form.inputs if each.name in names]
-        body = self._columns(backwards, [*inputs, *stores])
+        body = self._columns(backwards, [*inputs, *outputs])
         body += [self._load(each) for each in inputs]
         lines = [f"carry{i} = {self._full(i, '1')}" for i in scans]
         lines += [f"acc{i} = {self._full(i, 'COLS')}" for i in reductions]
@@ -130,19 +146,17 @@ class _Text:
             if index in scans:
                 inside = self._inside(index, text)
                 body += [
-                    f"v{index} = {self._whole(index, inside)} + carry{index}",
+                    f"v{index} = {self._combined(index, inside)} + carry{index}",
                     f"carry{index} += tl.sum({inside}, 1, keep_dims=True)",
                 ]
             else:
                 body.append(f"v{index} = {text}")
         for index in reductions:
-            row = PRIMITIVES[self.graph.nodes[index].name].row
-            assert row is not None
             inside = self._inside(index, self.expressions[index])
-            body.append(f"acc{index} = {row.combine.format(f'acc{index}', inside)}")
-        body += self._stores(lambda operand: operand in stores)
+            body.append(f"acc{index} = {self.rows[index].combine.format(f'acc{index}', inside)}")
+        body += [self.stores[operand] for operand in outputs]
         lines += ["for tile in range(0, tiles):", *(f"    {line}" for line in body)]
-        return lines + [f"v{i} = {self._whole(i, f'acc{i}')}" for i in reductions]
+        return lines + [f"v{i} = {self._combined(i, f'acc{i}')}" for i in reductions]
 
     def _needed(self, ends: Iterable[int]) -> list[int]:
         """Return the nodes with a value for each element that are computed in a loop, in order."""
@@ -183,9 +197,9 @@ class _Text:
         needed = {i for each in split for i in each.along}
         if needed:
             lines.append("rest = col")
-        for i in reversed(inner_sizes(split, self.scalar.dims)):
+        for i in reversed(range(1, self.scalar.dims)):
             lines += [f"in{i} = rest % inner{i}"] if i in needed else []
-            lines += [f"rest = rest // inner{i}"] if min(needed) < i else []
+            lines += [f"rest = rest // inner{i}"] if needed and min(needed) < i else []
         lines += ["in0 = rest"] if 0 in needed else []
         return lines + self._offsets(split)
 
@@ -199,25 +213,11 @@ class _Text:
     def _load(self, operand: Operand) -> str:
         return loaded(operand, self.kinds[operand.name].dtype, self.form.outer)
 
-    def _stores(self, chosen: Callable[[Operand], bool]) -> list[str]:
-        pairs = zip(self.form.outputs, self.results, strict=True)
-        return [stored(each, result, self.form.outer) for each, result in pairs if chosen(each)]
-
     def _varies(self, parameter: str) -> bool:
         return self.graph.varies(self.graph.parameters[parameter].index)
 
-    def _index_of(self, output: str) -> int:
-        position = [o.name for o in self.form.outputs].index(output)
-        return list(self.scalar.results.values())[position].index
-
-    def _is_wide(self, operand: Operand) -> bool:
-        position = self.form.outputs.index(operand)
-        return [*self.scalar.results][position] not in self.scalar.narrow
-
     def _identity(self, index: int) -> str:
-        row = row_of(self.scalar, index)
-        assert row is not None
-        return literal(row.identity, self.types[index].dtype)
+        return literal(self.rows[index].identity, self.types[index].dtype)
 
     def _inside(self, index: int, text: str) -> str:
         """Return the elements of a tile, with the identity outside of the row and, of an extremum, for a NaN."""
@@ -226,10 +226,8 @@ class _Text:
             inside = f"inside & ({text} == {text})"
         return f"tl.where({inside}, {text}, {self._identity(index)})"
 
-    def _whole(self, index: int, text: str) -> str:
-        """Return a node's expression; for one of a row, its reduction or scan of a tile."""
-        if row_of(self.scalar, index) is None:
-            return text
+    def _combined(self, index: int, text: str) -> str:
+        """Return the reduction or scan of a tile."""
         return PRIMITIVES[self.graph.nodes[index].name].triton.format(text)
 
     def _full(self, index: int, cols: str) -> str:

@@ -53,8 +53,8 @@ def rowwise(
 ) -> Any:
     """Turn a function of rows in Triton's language into an op.
 
-    The function may use `tl.sum`, `tl.max`, `tl.min`, `tl.cumsum` and `x.numel`, which are those of a whole row, of any
-    length. A result that has one value for each row loses the dimensions of the row.
+    The function may use `tl.sum`, `tl.max`, `tl.min`, `tl.cumsum` and `x.numel`, which apply to a whole row of any
+    length. A result with one value for each row loses the dimensions of the row.
 
     - `function`: has a parameter for each tensor or number, and returns a value or a tuple of values.
     - `backward`: a function of the parameters and of the gradient of each result, which returns the gradient of each

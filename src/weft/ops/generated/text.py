@@ -18,8 +18,9 @@ class Operand(NamedTuple):
     """How a kernel addresses a tensor."""
 
     name: str
-    step: str  # along the last dimension: "0", "1" or "any"; "split" if the dimensions of a row are not one, and "part"
-    # if a tile lies within one stretch of the last of them, along which the operand does not vary
+    # Along the last dimension: "0", "1" or "any"; "split" if the dimensions of a row are not one, and "part" if a tile
+    # lies within one stretch of the last of them, along which the operand does not vary.
+    step: str
     varies: bool  # along the other dimensions
     along: tuple[int, ...] = ()  # the dimensions of a row along which it varies, if they are not one
 
@@ -33,10 +34,16 @@ class Form(NamedTuple):
     outer: int  # dimensions before the last
     loops: bool = False  # over the tiles of a row, which is longer than a tile
 
+    def inner_sizes(self, dims: int) -> range:
+        """Return the dimensions of a row whose sizes a kernel takes: what it takes the number of an element, or of a
+        tile, apart by."""
+        first = min((each.along[0] for each in (*self.inputs, *self.outputs) if each.along), default=dims)
+        return range(1 if self.loops and first < dims else max(first, 1), dims)
+
 
 def definition(name: str, parameters: Iterable[str], constants: Iterable[str], body: Iterable[str]) -> str:
-    parameters = ", ".join([*parameters, *(f"{each}: tl.constexpr" for each in constants)])
-    return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
+    signature = ", ".join([*parameters, *(f"{each}: tl.constexpr" for each in constants)])
+    return f"def {name}({signature}):\n" + "".join(f"    {line}\n" for line in body)
 
 
 def signature(scalar: Scalar, form: Form) -> tuple[list[str], list[str]]:
@@ -48,17 +55,9 @@ def signature(scalar: Scalar, form: Form) -> tuple[list[str], list[str]]:
     parameters += [f"{n}_value" for n, kind in numbers.items() if not kind.dtype.is_floating_point]
     parameters += ["rows", "cols", *(f"size{i}" for i in range(1, form.outer))] if form.outer else ["count"]
     parameters += [f"{o.name}_stride{i}" for o in operands if o.varies for i in range(form.outer)]
-    sizes = inner_sizes(operands, scalar.dims)
-    sizes = range(1, scalar.dims) if form.loops and sizes else sizes
-    parameters += [f"inner{i}" for i in sizes]
+    parameters += [f"inner{i}" for i in form.inner_sizes(scalar.dims)]
     parameters += [f"{each.name}_step{i}" for each in operands for i in each.along]
     return [*parameters, *(f"{o.name}_step" for o in operands if o.step == "any")], floats
-
-
-def inner_sizes(operands: Iterable[Operand], dims: int) -> range:
-    """Return the dimensions of a row whose sizes a kernel needs to take the number of an element apart."""
-    first = min((each.along[0] for each in operands if each.along), default=dims)
-    return range(max(first, 1), dims)
 
 
 def positions(outer: int) -> list[str]:
