@@ -13,6 +13,7 @@ from typing import Any
 import weft
 from weft.cli.names import made_of, public_ops
 from weft.lab.families import WORKLOADS, Workload, distinct
+from weft.lab.problem import run_op
 from weft.quant import Format, QTensor
 
 ROOT = Path(__file__).parents[1]
@@ -43,15 +44,16 @@ def call_of(workload: Workload) -> Any:
 @functools.cache
 def owners(op: str) -> tuple[str, ...]:
     """The public functions on whose pages an op of the catalogue is described: those that its workloads call or whose
-    name it has, and if there are none, those of its family that are made of it."""
+    name it has; if there are none, or workloads that call the op itself, those of its family that are made of it."""
     public = public_ops()
-    called = {called_by(workload) for workload in WORKLOADS if workload.op == op} & public.keys()
+    callers = {called_by(workload) for workload in WORKLOADS if workload.op == op}
+    called = callers & public.keys()
     named = [name for name in public if f"{op}_".startswith(name + "_") and op in made_of(name)]
     if not called and named:
         called = {max(named, key=len)}
-    if not called:
+    if not called or (callers - called and not named):
         home = _family_of_op(op)
-        called = {name for name in public if op in made_of(name) and family(public[name]) == home}
+        called |= {name for name in public if op in made_of(name) and family(public[name]) == home}
     return tuple(name for name in public if name in called)
 
 
@@ -78,9 +80,11 @@ class Judged:
 
 
 def judged(name: str, op: str) -> Judged:
-    """The workloads of an op that a function's page lists: those that call the function, or if none does, all."""
+    """The workloads of an op that a function's page lists: those that call the function or the op itself, or if none
+    does, all."""
     every = distinct(tuple(workload for workload in WORKLOADS if workload.op == op))
-    own = tuple(workload for workload in every if called_by(workload) == name) or every
+    callers = (name, run_op.__name__)
+    own = tuple(workload for workload in every if called_by(workload) in callers) or every
     formats: dict[str, None] = {}
     for workload in own:
         for value in call_of(workload).kwargs.values():

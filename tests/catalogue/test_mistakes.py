@@ -316,6 +316,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "linear_cross_entropy": {
         "hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100), "class_weight": torch.ones(100),
     },
+    "embedding": {"ids": LABELS, "weight": HEAD, "main_grad": torch.zeros(100, 64)},
+    "gather_rows": {"x": X, "index": LABELS},
+    "index_add_": {"out": torch.zeros(100, 64), "index": LABELS, "x": X},
+    "segment_sum": {"x": X, "ends": torch.tensor([3, 8])},
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
     "softmax": {"x": X},
     "log_softmax": {"x": X},

@@ -12,6 +12,8 @@ from .common.engines import record_engines
 from .common.heads import Heads
 from .common.kv_cache import KVCache
 from .common.quantized import run
+from .embedding.embedding import embedding
+from .embedding.indexed import gather_rows, index_add_, segment_sum
 from .generated.pointwise import pointwise
 from .generated.rowwise import rowwise
 from .glu.glu import glu, glu_backward
@@ -80,14 +82,17 @@ __all__ = [
     "cross_entropy",
     "cumsum",
     "dequantize",
+    "embedding",
     "experts",
     "gated_norm",
+    "gather_rows",
     "glu",
     "glu_backward",
     "grad_norm",
     "group_norm",
     "grouped_matmul",
     "grouped_wgrad",
+    "index_add_",
     "l2_normalize",
     "layer_norm",
     "linear",
@@ -110,6 +115,7 @@ __all__ = [
     "router_linear",
     "row_map",
     "rowwise",
+    "segment_sum",
     "softmax",
     "unpermute",
 ]

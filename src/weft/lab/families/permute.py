@@ -308,7 +308,8 @@ def values_of(x: Tensor) -> Tensor:
         from .. import oracle
 
         assert x.rowwise is not None
-        copy = oracle.Quantized(x.rowwise.data.view(torch.uint8), x.rowwise.scale, None)
+        data, scale, global_scale, _ = x.rowwise
+        copy = oracle.Quantized(data.view(torch.uint8), scale, global_scale)
         f, (rows, cols) = x.format, x.shape
         assert f.element is not None
         return oracle.dequantize(copy, block=f.block, element=f.element, shape=(rows, cols)).double()

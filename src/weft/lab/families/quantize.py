@@ -168,5 +168,5 @@ FAMILY = Family(
     encoded={"quantize": lambda call, compute: {"y": call["x"]}},
     results={quantize: y_and_amax},
     chains={("quantize", "1x128-both"): chain(quantize_both, "x", view=codes_and_scales)},
-    moved={"dequantize_kernel": Moved({"data_ptr"}, {"out_ptr"})},
+    moved={"dequantize_kernel": Moved({"codes.data"}, {"out_ptr"})},
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...language import tl, triton
+from ...tiles import decode, decode_e4m3, decode_e8m0, unpack_pairs
 
 
 @triton.jit
@@ -70,3 +71,46 @@ def load_vector(ptr, col, cols, COLS_MASKED: tl.constexpr):
         return tl.load(ptr + col[None, :], mask=(col < cols)[None, :], other=0.0).to(tl.float32)
     else:
         return tl.load(ptr + col[None, :]).to(tl.float32)
+
+
+@triton.jit
+def load_decoded(
+    codes, global_ptr, row, exist, start, cols, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
+    COLS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of a quantized tensor [rows, cols] as fp32 [R, TILE]: q * d, for nvfp4 q * (d * g), and zero in rows
+    that do not exist. `codes` has the members of `StridedCodes`; row is int64 [R], exist bool [R]. ALIGN divides cols
+    and the stride of a row's elements."""
+    PACKED: tl.constexpr = FORMAT.packed
+    R: tl.constexpr = row.shape[0]
+    byte, width = start, cols
+    if PACKED == 2:
+        byte, width = start // 2, (cols + 1) // 2
+        if ALIGN > 1:  # equal, but in a form that shows the compiler its divisibility
+            width = (cols // ALIGN) * (ALIGN // 2)
+    byte += tl.arange(0, TILE // PACKED)
+    mask = mask_of_rows(exist, byte, width, True, COLS_MASKED)
+    data_off = tl.multiple_of(row * codes.stride, ALIGN // PACKED if ALIGN > 1 else 1)
+    q = tl.load(codes.data + data_off[:, None] + byte[None, :], mask=mask, other=0).to(tl.uint8, bitcast=True)
+    if PACKED == 2:
+        q = unpack_pairs(q)
+    block = row
+    if FORMAT.block_rows == 0:
+        block = row * 0
+    elif FORMAT.block_rows > 1:
+        block = row // FORMAT.block_rows
+    scale_off = (block * codes.scale_row_stride)[:, None]
+    if FORMAT.group == 0:  # one scale per row or per tensor
+        return decode(q, FORMAT) * tl.load(codes.scale + scale_off, mask=exist[:, None], other=0.0)
+    else:
+        GROUP: tl.constexpr = FORMAT.group
+        group = start // GROUP + tl.arange(0, TILE // GROUP)
+        inside = exist[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
+        group_off = (group.to(tl.int64) * codes.scale_col_stride)[None, :]
+        scale = tl.load(codes.scale + scale_off + group_off, mask=inside, other=0)  # [R, TILE // GROUP]
+        if FORMAT.block == "mx":
+            scale = decode_e8m0(scale)
+        elif FORMAT.block == "nvfp4":
+            scale = decode_e4m3(scale) * tl.load(global_ptr)
+        groups = tl.reshape(decode(q, FORMAT), (R, TILE // GROUP, GROUP))
+        return tl.reshape(groups * scale[:, :, None], (R, TILE))

@@ -83,6 +83,25 @@ class VocabShard:
         """Return x unchanged; its gradient becomes the sum of the ranks' gradients."""
         return x if not x.requires_grad else _SumGradient.apply(x, self.group)
 
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' x, of which one has a row and the others zeros. All ranks have its gradient."""
+        total: Tensor = _SumRows.apply(x, self.group)
+        return total
+
+
+class _SumRows(torch.autograd.Function):
+    """Sum over ranks; the gradient of the sum is that of each rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
 
 class _SumGradient(torch.autograd.Function):
     """Identity whose backward sums the gradients of all ranks, for a tensor that is equal on all ranks and that each

@@ -26,7 +26,7 @@ from ...quant.formats import read_alike
 from ...quant.qtensor import stand_in
 from ...quant.straight import stand_in_for
 from ...runtime import autocasted, is_distributed, is_transformed, plain_gradient
-from ..common.checks import FLOATS, check_input, check_tensor
+from ..common.checks import FLOATS, check_input, check_tensor, main_grad_of
 from ..common.groups import NO_GROUPS, Groups
 from ..common.results import ResultOptions, plain_result, result_into
 from ..common.rows import compute_dtype
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
         y = rows_times(left, right, bias, s)
         ctx.settings, ctx.seed, ctx.shape = s, seed, (x.shape, w.shape)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.main = _main_grad(w) if needs_w else None
+        ctx.main = main_grad_of(w) if needs_w else None
         saved = [s.groups.ends, None if s.scaling is None else s.scaling.grad_scale]
         for operand, needed in ((left, needs_w), (right, needs_x)):
             plain = operand.plain if s.recipe.x is None or isinstance(operand.plain, QTensor) else None
@@ -271,16 +271,6 @@ class _Linear(torch.autograd.Function):
         dw = outer(grad, x, s, ctx.main) if needs_w else None
         dbias = _bias_gradient(dy, s, ctx.bias_dtype) if needs_bias else None
         return dx, dw, dbias, None, None, None
-
-
-def _main_grad(w: Tensor) -> Tensor | None:
-    """Return the weight's `main_grad`, to which its gradient is added, or None."""
-    main = getattr(w, "main_grad", None)
-    if main is not None:
-        check_tensor("main_grad", main, FLOATS, w.device, tuple(w.shape))
-        if not main.is_contiguous():
-            raise ValueError(f"main_grad must be contiguous; got strides {main.stride()}")
-    return main
 
 
 def _gradient(dy: Tensor, s: Settings, seed: int | None, needs_x: bool, needs_w: bool) -> LayerOperand:

@@ -6,16 +6,12 @@ from ...language import tl, triton
 from ...runtime import kernel
 from ...tiles import (
     amax,
-    decode,
-    decode_e4m3,
-    decode_e8m0,
     fp32_scale,
     given_scale,
     hadamard_columns,
     larger,
     round_to,
     scaled,
-    unpack_pairs,
 )
 from ..common.copies import (
     Encoding,
@@ -28,7 +24,7 @@ from ..common.copies import (
     store_transposed,
     tensor_factor,
 )
-from ..common.loads import load_tile, tile_mask
+from ..common.loads import load_decoded, load_tile, tile_mask
 
 
 @triton.jit
@@ -253,15 +249,11 @@ def amax_kernel(
 
 @kernel
 def dequantize_kernel(
-    data_ptr,  # codes [rows, cols], packed
-    scale_ptr,
+    codes: StridedCodes,  # [rows, cols]
     global_ptr,  # nvfp4's scale of the tensor, or None
     out_ptr,  # [rows, cols]
     rows,
     cols,
-    data_stride,
-    scale_row_stride,
-    scale_col_stride,
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -269,41 +261,17 @@ def dequantize_kernel(
     COLS_MASKED: tl.constexpr,
 ):
     """Compute q * d in fp32 (q * (d * g) for nvfp4) and round once to the result's dtype."""
-    PACKED: tl.constexpr = FORMAT.packed
     cols = (cols // ALIGN) * ALIGN
     tiles = tl.cdiv(cols, TILE)
-    tile = tl.program_id(0) % tiles
+    start = (tl.program_id(0) % tiles) * TILE
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    byte = tile * (TILE // PACKED) + tl.arange(0, TILE // PACKED)
-    width = (cols + PACKED - 1) // PACKED
-    if ALIGN > 1:  # equal, but in a form that shows the compiler its divisibility
-        width = (cols // ALIGN) * (ALIGN // PACKED)
-    byte_mask = tile_mask(row, byte, rows, width, True, COLS_MASKED)
-    data_off = tl.multiple_of(row * data_stride, ALIGN // PACKED if ALIGN > 1 else 1)
-    if byte_mask is None:
-        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :])
-    else:
-        codes = tl.load(data_ptr + data_off[:, None] + byte[None, :], mask=byte_mask, other=0)
-    codes = codes.to(tl.uint8, bitcast=True)
-    if PACKED == 2:
-        codes = unpack_pairs(codes)
-    col_mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
-    row_block = row * 0 if FORMAT.block_rows == 0 else row // FORMAT.block_rows
-    if FORMAT.group == 0:  # one scale per row or per tensor
-        scale_off = (row_block * scale_row_stride)[:, None]
-        values = decode(codes, FORMAT) * tl.load(scale_ptr + scale_off, mask=(row < rows)[:, None], other=0.0)
-    else:
-        GROUP: tl.constexpr = FORMAT.group
-        group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        scale_mask = (row < rows)[:, None] & (group < (cols + GROUP - 1) // GROUP)[None, :]
-        scale_off = (row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)[None, :]
-        scale = tl.load(scale_ptr + scale_off, mask=scale_mask, other=0)  # [ROWS, TILE // GROUP]
-        if FORMAT.block == "mx":
-            scale = decode_e8m0(scale)
-        elif FORMAT.block == "nvfp4":
-            scale = decode_e4m3(scale) * tl.load(global_ptr)
-        groups = tl.reshape(decode(codes, FORMAT), (ROWS, TILE // GROUP, GROUP))
-        values = tl.reshape(groups * scale[:, :, None], (ROWS, TILE))
+    values = load_decoded(
+        codes, global_ptr, row, row < rows, start, cols, FORMAT, TILE, ALIGN, COLS_MASKED
+    )  # [ROWS, TILE]
+    col_mask = tile_mask(row, start + tl.arange(0, TILE), rows, cols, True, COLS_MASKED)
     out_off = tl.multiple_of(row * cols, ALIGN)
-    tl.store(out_ptr + out_off[:, None] + col[None, :], values.to(out_ptr.dtype.element_ty), mask=col_mask)
+    tl.store(
+        out_ptr + out_off[:, None] + (start + tl.arange(0, TILE))[None, :],
+        values.to(out_ptr.dtype.element_ty),
+        mask=col_mask,
+    )

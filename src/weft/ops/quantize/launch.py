@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ...quant import Codes, Format
 from ...runtime import Capabilities, Launch, capabilities_of, choice
-from ..common.copies import StripeConfig, cast_mode, copy_arguments, count_stripes, reduce_amax, stripe_config
+from ..common.copies import (
+    StridedCodes,
+    StripeConfig,
+    cast_mode,
+    copy_arguments,
+    count_stripes,
+    reduce_amax,
+    stripe_config,
+)
 from ..common.passes import make_copies
 from ..common.results import Result, ResultOptions
 from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows
@@ -189,14 +197,10 @@ def launch_dequantize(o: DequantizeOutputs, a: DequantizeArgs) -> None:
     launch(
         (-(-rows // tile_rows) * -(-cols // tile), 1, 1),
         *dequantize_kernel.arguments(
-            data_ptr=data,
-            scale_ptr=a.scale,
+            codes=StridedCodes(data, a.scale, data.stride(0), *a.scale.stride()),
             global_ptr=a.global_scale,
             out_ptr=o.values,
             rows=rows,
             cols=cols,
-            data_stride=data.stride(0),
-            scale_row_stride=a.scale.stride(0),
-            scale_col_stride=a.scale.stride(1),
         ),
     )

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from ....language import tl, triton
 from ....runtime import kernel
-from ....tiles import amax, decode, decode_e8m0, fp32_scale, larger, quantize_rows, round_to, scaled
+from ....tiles import amax, fp32_scale, larger, quantize_rows, round_to, scaled
 from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe
-from ...common.loads import load_stored, load_tile, tile_mask
+from ...common.loads import load_decoded, load_stored, load_tile, mask_of_rows, tile_mask
 
 PADS = tl.constexpr(32)  # rows that one program searches for pads
 
@@ -308,32 +308,24 @@ def permute_stripe_kernel(
 @triton.jit
 def _load_values(source, tile, row_mask, FORMAT: tl.constexpr, TILE: tl.constexpr):
     """Load a tile of rows as fp32 [R, TILE], decoding quantized rows; zero where `row_mask`, bool [R], is False."""
-    row = tile.row
-    R: tl.constexpr = row.shape[0]
-    col = tile.start + tl.arange(0, TILE)
-    row_off = tl.multiple_of(row * source.stride, tile.ALIGN)
-    mask = row_mask[:, None] & (col >= 0)[None, :]
-    if tile.COLS_MASKED:
-        mask = row_mask[:, None] & (col < tile.cols)[None, :]
     if FORMAT is None:
+        col = tile.start + tl.arange(0, TILE)
+        row_off = tl.multiple_of(tile.row * source.stride, tile.ALIGN)
+        mask = mask_of_rows(row_mask, col, tile.cols, True, tile.COLS_MASKED)
         return load_tile(source.data + row_off[:, None] + col[None, :], mask)
     else:
-        codes = tl.load(source.data + row_off[:, None] + col[None, :], mask=mask, other=0)
-        values = decode(codes.to(tl.uint8, bitcast=True), FORMAT)
-        if FORMAT.group == 0:
-            scale = tl.load(source.scale + row * source.scale_row_stride, mask=row_mask, other=0.0)
-            return values * scale[:, None]
-        else:
-            G: tl.constexpr = FORMAT.group
-            group = tile.start // G + tl.arange(0, TILE // G)
-            exists = row_mask[:, None] & (group < (tile.cols + G - 1) // G)[None, :]
-            row_off = (row * source.scale_row_stride)[:, None]
-            group_off = (group.to(tl.int64) * source.scale_col_stride)[None, :]
-            scale = tl.load(source.scale + row_off + group_off, mask=exists, other=0)  # [R, TILE // G]
-            if FORMAT.block == "mx":
-                scale = decode_e8m0(scale)
-            groups = tl.reshape(values, (R, TILE // G, G)) * scale[:, :, None]
-            return tl.reshape(groups, (R, TILE))
+        return load_decoded(
+            source,
+            None,
+            tile.row,
+            row_mask,
+            tile.start,
+            tile.cols,
+            FORMAT,
+            TILE,
+            tile.ALIGN,
+            tile.COLS_MASKED,
+        )
 
 
 @kernel

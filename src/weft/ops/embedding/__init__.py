@@ -1,0 +1,1 @@
+"""Rows by index: embeddings, gathered rows, and sums of rows."""

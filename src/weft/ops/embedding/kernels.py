@@ -1,0 +1,345 @@
+"""Kernels that gather rows by index, and that sum rows of equal index; `gather` documents the formulas."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...language import tl, triton
+from ...runtime import kernel
+from ...tiles import amax, encode, fp32_scale, larger, scaled
+from ..common.copies import (
+    Encoding,
+    StridedCodes,
+    Stripe,
+    Tile,
+    store_codes,
+    store_rows,
+    store_stripe,
+    tensor_factor,
+)
+from ..common.loads import load_decoded, load_stored, load_tile, mask_of_rows, tile_mask
+from ..common.passes import FP32_MAX
+from .arguments import PART
+
+PART_ROWS = tl.constexpr(PART)
+
+
+@triton.jit
+def _gathered(table, global_ptr, row, real, foreign, start, cols, scale, outside, FORMAT: tl.constexpr,
+              TILE: tl.constexpr, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr):  # fmt: skip
+    """Return a tile of the result in fp32 [R, TILE], zero where there is no element."""
+    col = start + tl.arange(0, TILE)
+    if FORMAT is None:
+        row_off = tl.multiple_of(row * table.stride, ALIGN)
+        mask = mask_of_rows(real, col, cols, True, COLS_MASKED)
+        x = load_tile(table.data + row_off[:, None] + col[None, :], mask)
+    else:
+        x = load_decoded(table, global_ptr, row, real, start, cols, FORMAT, TILE, ALIGN, COLS_MASKED)
+    return tl.where(mask_of_rows(foreign, col, cols, True, COLS_MASKED), outside, x * scale)
+
+
+@kernel
+def gather_kernel(
+    ids_ptr,  # int32 or int64 [count]
+    table: StridedCodes,  # [rows, cols]: elements, or codes with their scales
+    global_ptr,  # nvfp4's scale of the table, or None
+    given_ptr,  # a scalar: amax of the result, or its scale with STATIC; or None
+    y_ptr,  # [count, cols], or None
+    amax_ptr,  # [programs], or None
+    count,
+    rows,
+    cols,
+    first,
+    size,
+    tiles,  # programs that share ROWS rows of the result
+    copy: StridedCodes,  # row-wise copy of the result
+    copy_t: StridedCodes,  # column-wise copy
+    scale: float,
+    outside: float,
+    TABLE: tl.constexpr,  # format of the table, or None
+    SAME: tl.constexpr,  # elements are copied as they are
+    FORMAT: tl.constexpr,  # of the result, or None
+    CAST: tl.constexpr,
+    STATIC: tl.constexpr,
+    STRIPES: tl.constexpr,  # ROWS is the longest group along the rows: column-wise copies are possible
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides cols and the strides of rows
+    COLS_MASKED: tl.constexpr,
+):
+    """Compute ROWS rows of the result: a tile of them, or all their columns if a scale spans a row."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // tiles).to(tl.int64)
+    start = (tl.program_id(0) % tiles) * TILE
+    at = block * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    id = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int64)
+    row = id - first
+    real = (at < count) & (row >= 0) & (row < rows)
+    foreign = (at < count) & ((id < 0) | (id >= size))
+    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
+    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor" and not STRIPES
+    if given_ptr is not None:
+        scale_source = tl.load(given_ptr)
+    else:
+        scale_source = 0.0
+    if SAME:
+        col = start + tl.arange(0, TILE)
+        x_off = tl.multiple_of(row * table.stride, ALIGN)
+        x = load_stored(
+            table.data + x_off[:, None] + col[None, :], mask_of_rows(real, col, cols, True, COLS_MASKED)
+        )  # [ROWS, TILE]
+        x = tl.where(foreign[:, None], tl.cast(outside, x.dtype), x)
+        y_off = tl.multiple_of(at * cols, ALIGN)
+        tl.store(
+            y_ptr + y_off[:, None] + col[None, :], x, mask=tile_mask(at, col, count, cols, True, COLS_MASKED)
+        )
+    elif BY_ROW:
+        largest = tl.zeros((ROWS,), tl.float32)
+        for begin in range(0, cols, TILE):
+            y = _gathered(
+                table,
+                global_ptr,
+                row,
+                real,
+                foreign,
+                begin,
+                cols,
+                scale,
+                outside,
+                TABLE,
+                TILE,
+                ALIGN,
+                COLS_MASKED,
+            )
+            largest = larger(largest, amax(y, axis=1))
+        row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
+        tl.store(copy.scale + at, row_scale, mask=at < count)
+        for begin in range(0, cols, TILE):
+            y = _gathered(
+                table,
+                global_ptr,
+                row,
+                real,
+                foreign,
+                begin,
+                cols,
+                scale,
+                outside,
+                TABLE,
+                TILE,
+                ALIGN,
+                COLS_MASKED,
+            )
+            codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
+            store_codes(codes, copy, Tile(at, begin, count, cols, ALIGN, True, COLS_MASKED), FORMAT)
+    else:
+        y = _gathered(
+            table,
+            global_ptr,
+            row,
+            real,
+            foreign,
+            start,
+            cols,
+            scale,
+            outside,
+            TABLE,
+            TILE,
+            ALIGN,
+            COLS_MASKED,
+        )  # [ROWS, TILE]
+        if amax_ptr is not None:
+            tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
+        if y_ptr is not None:
+            col = start + tl.arange(0, TILE)
+            y_off = tl.multiple_of(at * cols, ALIGN)
+            mask = tile_mask(at, col, count, cols, True, COLS_MASKED)
+            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        elif BY_TENSOR:
+            if copy.data is not None:
+                factor = tensor_factor(Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC))
+                codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
+                store_codes(codes, copy, Tile(at, start, count, cols, ALIGN, True, COLS_MASKED), FORMAT)
+        elif STRIPES:
+            store_stripe(
+                y,
+                copy,
+                copy_t,
+                Stripe(block, start, count, cols, ALIGN, COLS_MASKED),
+                Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
+            )
+        elif copy.data is not None:
+            store_rows(
+                y,
+                copy,
+                Tile(at, start, count, cols, ALIGN, True, COLS_MASKED),
+                Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
+            )
+
+
+# ---- sorting ids ----------------------------------------------------------------------------------------
+
+
+@kernel
+def digit_kernel(
+    ids_ptr,  # int32 or int64 [count]
+    early_ptr,  # int32 [count]: places in ids, or None for all in order
+    late_ptr,  # int32 [count]: places in that list, or None for all in order
+    order_ptr,  # int32 [count], or None
+    digit_ptr,  # int32 [count]
+    count,
+    rows,
+    first,
+    skipped,
+    divisor,
+    digits,
+    missing,
+    BLOCK: tl.constexpr,
+):
+    """Write the places of ids in an order, and a digit of each id's row: `missing` where there is no row."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    place = at
+    if late_ptr is not None:
+        place = tl.load(late_ptr + at, mask=at < count, other=-1).to(tl.int64)
+    if early_ptr is not None:
+        place = tl.load(early_ptr + place, mask=(at < count) & (place >= 0), other=-1).to(tl.int64)
+    id = tl.load(ids_ptr + place, mask=(at < count) & (place >= 0), other=0).to(tl.int64)
+    row = id - first
+    exists = (place >= 0) & (row >= 0) & (row < rows) & (id != skipped)
+    digit = tl.where(exists, row // divisor % digits, missing)
+    tl.store(digit_ptr + at, digit.to(tl.int32), mask=at < count)
+    if order_ptr is not None:
+        tl.store(order_ptr + at, place.to(tl.int32), mask=at < count)
+
+
+# ---- sums -----------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """The result of sums, [rows, cols]."""
+
+    ptr: Tensor
+    onto: Tensor | None  # the same memory, if its elements count
+    rows: int
+
+
+@kernel
+def parts_kernel(
+    row_ptr,  # int32 [count], ascending
+    part_ptr,  # int32 [count]
+    count,
+    rows,
+    steps,  # 2**steps > count
+    BLOCK: tl.constexpr,
+):
+    """Write, where a part of equal rows begins, how many there are in it: PART, except in the last part. The number is
+    negative if the rows have several parts, and 0 where no part begins."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    row = tl.load(row_ptr + at, mask=at < count, other=0)
+    begin, known = at * 0, at  # the first place of this row is in begin..known
+    end, past = at + 1, at * 0 + count  # the first place after it is in end..past
+    for _ in range(steps):
+        middle = (begin + known) // 2
+        is_less = (begin < known) & (tl.load(row_ptr + middle, mask=at < count, other=0) < row)
+        begin, known = tl.where(is_less, middle + 1, begin), tl.where(is_less, known, middle)
+        middle = (end + past) // 2
+        inside = (at < count) & (end < past)
+        is_same = inside & (tl.load(row_ptr + middle, mask=inside, other=0) <= row)
+        end, past = tl.where(is_same, middle + 1, end), tl.where(is_same | (end >= past), past, middle)
+    is_start = ((at - begin) % PART_ROWS == 0) & (row < rows)
+    length = tl.where(is_start, tl.minimum(end - at, PART_ROWS), 0)
+    length = tl.where(end - begin > PART_ROWS, -length, length)
+    tl.store(part_ptr + at, length.to(tl.int32), mask=at < count)
+
+
+@triton.jit
+def _store_sum(acc, y, row, col, cols, scale, ALIGN: tl.constexpr):
+    """Store scale * acc [TILE] as a row of the result, added to its elements if they count, with one rounding."""
+    off = tl.multiple_of(row.to(tl.int64) * cols, ALIGN)
+    mask = (col < cols) & (row < y.rows)
+    acc = acc * scale
+    if y.onto is not None:
+        acc += tl.load(y.onto + off + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y.ptr + off + col, acc.to(y.ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def sum_parts_kernel(
+    x_ptr,  # [count, cols]
+    order_ptr,  # int32 [count], or None if x is sorted
+    row_ptr,  # int32 [count], ascending
+    part_ptr,  # int32 [count]
+    partial_ptr,  # fp32 [2 * parts, cols]: sums of parts of rows that have several
+    y: Sums,  # [rows, cols]
+    count,
+    cols,
+    tiles,
+    x_stride,
+    scale: float,
+    AT_ONCE: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Sum the part that begins at a place, row by row in fp32. If its row has no other part, store the sum."""
+    cols = (cols // ALIGN) * ALIGN
+    at = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    part = tl.load(part_ptr + at)
+    length = tl.abs(part)
+    if length > 0:
+        acc = tl.zeros((TILE,), tl.float32)
+        for begin in range(0, length, AT_ONCE):
+            for step in tl.static_range(AT_ONCE):
+                place = at + begin + step
+                exists = (begin + step < length) & (place < count)
+                if order_ptr is not None:
+                    place = tl.load(order_ptr + place, mask=exists, other=-1).to(tl.int64)
+                x_off = tl.multiple_of(place * x_stride, ALIGN)
+                mask = exists & (place >= 0) & (col < cols)
+                acc += tl.load(x_ptr + x_off + col, mask=mask, other=0.0).to(tl.float32)
+        row = tl.load(row_ptr + at)
+        if part > 0:
+            _store_sum(acc, y, row, col, cols, scale, ALIGN)
+        else:
+            # Of the rows that begin among PART places at most one has several parts, and at most one other such row
+            # continues there.
+            before = tl.load(row_ptr + at - 1, mask=at > 0, other=-1)
+            slot = at // PART_ROWS * 2 + (before != row).to(tl.int64)
+            tl.store(partial_ptr + tl.multiple_of(slot * cols, ALIGN) + col, acc, mask=col < cols)
+
+
+@kernel
+def join_parts_kernel(
+    row_ptr,  # int32 [count], ascending
+    part_ptr,  # int32 [count]
+    partial_ptr,  # fp32 [2 * parts, cols]
+    y: Sums,  # [rows, cols]
+    count,
+    cols,
+    tiles,
+    scale: float,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Add up the parts of the row with several parts that begins among PART places, in order, if there is one."""
+    cols = (cols // ALIGN) * ALIGN
+    block = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    place = block * PART_ROWS + tl.arange(0, PART_ROWS)  # [PART_ROWS]
+    row = tl.load(row_ptr + place, mask=place < count, other=0)
+    before = tl.load(row_ptr + place - 1, mask=(place > 0) & (place < count), other=-1)
+    part = tl.load(part_ptr + place, mask=place < count, other=0)
+    at = tl.max(tl.where((part < 0) & (before != row), place, -1), axis=0)
+    if at >= 0:
+        own = tl.load(row_ptr + at, mask=at < count, other=0)
+        acc = tl.load(
+            partial_ptr + tl.multiple_of((block * 2 + 1) * cols, ALIGN) + col, mask=col < cols, other=0.0
+        )
+        at += PART_ROWS
+        while tl.load(row_ptr + at, mask=at < count, other=-1) == own:
+            off = tl.multiple_of(at // PART_ROWS * 2 * cols, ALIGN)
+            acc += tl.load(partial_ptr + off + col, mask=(at < count) & (col < cols), other=0.0)
+            at += PART_ROWS
+        _store_sum(acc, y, own, col, cols, scale, ALIGN)
