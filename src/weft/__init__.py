@@ -75,6 +75,7 @@ from .ops import (
     rowwise,
     softmax,
     unpermute,
+    xielu,
 )
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue, set_backend
@@ -149,6 +150,7 @@ __all__ = [
     "set_backend",
     "softmax",
     "unpermute",
+    "xielu",
 ]
 
 

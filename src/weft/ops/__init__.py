@@ -44,6 +44,7 @@ from .quantize.quantize import dequantize, dequantize_codes, quantize
 from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
+from .rows.xielu import xielu
 
 connect(Ops(dequantize_codes, run))
 
@@ -112,4 +113,5 @@ __all__ = [
     "rowwise",
     "softmax",
     "unpermute",
+    "xielu",
 ]

@@ -5,6 +5,7 @@ read it. A kernel that does not use the slope does not compute it.
 """
 
 from ..language import tl, triton
+from .exponentials import expm1
 from .scores import sigmoid, softplus
 
 
@@ -53,17 +54,6 @@ def _normal_cdf(a):
 def _positive(a):
     """Return max(a, 0), or NaN for NaN."""
     return tl.where(a <= 0.0, 0.0, a)
-
-
-@triton.jit
-def _expm1(x):
-    """Return exp(x) - 1 of x <= 0 without cancellation near 0: there x + x^2 q, where the polynomial q is fitted on
-    [-0.5, 0] to a relative error of the result of 1e-8. Triton has no expm1."""
-    q = tl.fma(x, 0.0011259225429967046, 0.008193295449018478)
-    q = tl.fma(q, x, 0.04163204878568649)
-    q = tl.fma(q, x, 0.16666288673877716)
-    q = tl.fma(q, x, 0.49999985098838806)
-    return tl.where(x > -0.5, x * tl.fma(q, x, 1.0), tl.exp(x) - 1.0)
 
 
 @triton.jit
@@ -120,14 +110,14 @@ def _quick_gelu(a, alpha):
 
 @triton.jit
 def _elu(a, alpha):
-    return tl.where(a > 0.0, a, alpha * _expm1(a)), tl.where(a > 0.0, 1.0, alpha * tl.exp(a))
+    return tl.where(a > 0.0, a, alpha * expm1(a)), tl.where(a > 0.0, 1.0, alpha * tl.exp(a))
 
 
 @triton.jit
 def _tanh(a, alpha):
     """Unlike `tiles.softmax.tanh`, keep the relative precision of f near 0, and of the slope far from it."""
     z = -2.0 * tl.abs(a)
-    e, less = tl.exp(z), _expm1(z)  # e - 1
+    e, less = tl.exp(z), expm1(z)  # e - 1
     f = tl.where(a < 0.0, less, -less) / (1.0 + e)
     return tl.where(a == 0.0, a, f), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
