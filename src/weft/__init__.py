@@ -79,6 +79,7 @@ from .ops import (
     segment_sum,
     softmax,
     unpermute,
+    xielu,
 )
 from .quant import Format, QTensor, layouts, scale_from_amax
 from .runtime import Capabilities, backend, catalogue, set_backend
@@ -157,6 +158,7 @@ __all__ = [
     "set_backend",
     "softmax",
     "unpermute",
+    "xielu",
 ]
 
 

@@ -326,6 +326,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "logsumexp": {"x": X},
     "cumsum": {"x": X},
     "l2_normalize": {"x": X},
+    "xielu": {"x": X, "alpha_p": torch.zeros(1), "alpha_n": torch.zeros(1)},
     "group_norm": {"x": X, "groups": 4, "weight": W, "bias": W},
     "scale_from_amax": {"amax": torch.tensor(3.0), "format": "tensor"},
 }  # fmt: skip

@@ -17,7 +17,13 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'wef
 import weft.integrations
 from tests.integrations import zoo
 from tests.integrations.tiny import batch, build, distance, step
-from weft.integrations.recognize import recognize_experts, recognize_mlp, recognize_norm, recognize_router
+from weft.integrations.recognize import (
+    UnitOptions,
+    recognize_experts,
+    recognize_mlp,
+    recognize_norm,
+    recognize_router,
+)
 from weft.integrations.rotations import RotaryOptions, recognize_rotary
 from weft.integrations.trials import LeftAlone
 
@@ -440,3 +446,27 @@ def test_hooks_run_once_and_affect_results(name: str) -> None:
     torch.testing.assert_close(weft_loss, loss, rtol=1e-6, atol=1e-6)
     assert distance(grads, gradients) < 5e-6
     assert abs(loss - step(build(name), batch())[0]) > 1e-4, "hooks change something"
+
+
+# ---- activations ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mish", "quick_gelu", "tanh", "relu2", "gelu_new", "leaky_relu"])
+def test_activations_of_transformers(name: str) -> None:
+    """An MLP with an activation of transformers gets the `act` that computes the same, or is left alone."""
+    from transformers.activations import ACT2FN
+
+    module = MLP()
+    module.act_fn = ACT2FN[name]
+    if name == "leaky_relu":
+        with pytest.raises(LeftAlone, match="none of the options of glu"):
+            recognize_mlp(module)
+    else:
+        assert recognize_mlp(module).unit == UnitOptions("gelu_tanh" if name == "gelu_new" else name)  # type: ignore[arg-type]
+
+
+def test_alpha_of_elu() -> None:
+    module = MLP()
+    module.alpha = 0.5
+    module.act_fn = nn.ELU(alpha=0.5)
+    assert recognize_mlp(module).unit == UnitOptions("elu", alpha=0.5)

@@ -88,7 +88,7 @@ def _unit_of(config: TransformerConfig) -> dict[str, Any] | None:
     if config.activation_func is F.silu:
         unit["act"] = "silu"
     elif config.activation_func is quick_gelu:
-        unit |= {"act": "silu", "alpha": 1.702}
+        unit["act"] = "quick_gelu"
     elif config.activation_func is F.gelu:
         # Megatron's fused functions approximate the error function by tanh.
         unit["act"] = "gelu_tanh" if config.bias_activation_fusion else "gelu"

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..ops import gated_norm, glu, layer_norm, rms_norm, route, router_linear
-from ..ops.common.activations import Act
+from ..ops.common.activations import ACTIVATIONS, WITH_ALPHA, Act
 from ..runtime import backend
 from .trials import (
     LeftAlone,
@@ -279,11 +279,11 @@ def recognize_unit(
     alphas = [1.0, *sorted(v for v in values if 0.1 <= v <= 10 and v != 1.0)]
     with trial(), backend("reference"):
         for act, layout, limit, alpha, offset in itertools.product(
-            get_args(Act), layouts, limits, alphas, (0.0, 1.0)
+            ACTIVATIONS, layouts, limits, alphas, (0.0, 1.0)
         ):
-            if (alpha != 1.0 and act not in ("silu", "sigmoid")) or (layout == "none" and offset):
+            if (alpha != 1.0 and act not in WITH_ALPHA) or (layout == "none" and offset):
                 continue
-            options = UnitOptions(act, layout, limit, alpha, offset)
+            options = UnitOptions(cast(Act, act), layout, limit, alpha, offset)
             result = glu(x, **options._asdict())
             # Some models compute their unit in fp32.
             if result.shape == expected.shape and torch.allclose(

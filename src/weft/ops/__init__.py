@@ -46,6 +46,7 @@ from .quantize.quantize import dequantize, dequantize_codes, quantize
 from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
+from .rows.xielu import xielu
 
 connect(Ops(dequantize_codes, run))
 
@@ -118,4 +119,5 @@ __all__ = [
     "segment_sum",
     "softmax",
     "unpermute",
+    "xielu",
 ]

@@ -1,9 +1,12 @@
-"""Activations and their slopes in fp32. `ACT` names one: silu, sigmoid, gelu, gelu_tanh, relu, relu2.
+"""Activations in fp32: functions of (a, alpha) that return (f(a), f'(a)) of a tile.
 
-`alpha` is the steepness of the sigmoid in silu and sigmoid; the others do not read it.
+`alpha` is the steepness of the sigmoid in silu and sigmoid, and the height of elu's negative side; the others do not
+read it. A kernel that does not use the slope does not compute it.
 """
 
 from ..language import tl, triton
+from .exponentials import expm1
+from .scores import sigmoid, softplus
 
 
 @triton.jit
@@ -48,55 +51,130 @@ def _normal_cdf(a):
 
 
 @triton.jit
-def _tanh_gate(a):
-    """Return (1 + tanh(u)) / 2 = sigmoid(2u) with u = sqrt(2 / pi) (a + 0.044715 a^3)."""
-    return _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
-
-
-@triton.jit
 def _positive(a):
     """Return max(a, 0), or NaN for NaN."""
     return tl.where(a <= 0.0, 0.0, a)
 
 
 @triton.jit
-def activate(a, alpha, ACT: tl.constexpr):
-    """Return f(a) of a tile."""
-    if ACT == "silu":
-        return a * _sigmoid(alpha * a)
-    elif ACT == "sigmoid":
-        return _sigmoid(alpha * a)
-    elif ACT == "gelu":
-        cdf, _ = _normal_cdf(a)
-        return a * cdf
-    elif ACT == "gelu_tanh":
-        return a * _tanh_gate(a)
-    elif ACT == "relu":
-        return _positive(a)
-    else:
-        tl.static_assert(ACT == "relu2")
-        return _positive(a) * _positive(a)
+def _times_gate(a, gate, steep):
+    """Return a * gate and its slope, from the slope of the gate. Where that is 0, `a` may be infinite."""
+    return a * gate, gate + tl.where(steep == 0.0, 0.0, a * steep)
+
+
+# ---- activations ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _silu(a, alpha):
+    s = _sigmoid(alpha * a)
+    return a * s, s * (1.0 + alpha * a * (1.0 - s))
+
+
+@triton.jit
+def _gelu(a, alpha):
+    cdf, power = _normal_cdf(a)
+    return a * cdf, cdf + (0.3989422804014327 * a) * power
+
+
+@triton.jit
+def _gelu_tanh(a, alpha):
+    s = _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
+    steep = s * (1.0 - s)  # 0 long before a * a overflows
+    bend = 1.5957691216057308 * a * steep * (1.0 + 0.134145 * a * a)
+    return a * s, s + tl.where(steep == 0.0, 0.0, bend)
+
+
+@triton.jit
+def _relu(a, alpha):
+    return _positive(a), tl.where(a > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def _relu2(a, alpha):
+    return _positive(a) * _positive(a), 2.0 * _positive(a)
+
+
+@triton.jit
+def _logistic(a, alpha):
+    s = _sigmoid(alpha * a)
+    return s, alpha * s * _sigmoid(-alpha * a)  # sigmoid(-z) is 1 - s without cancellation
+
+
+@triton.jit
+def _quick_gelu(a, alpha):
+    z = 1.702 * a
+    s = sigmoid(z)
+    return _times_gate(a, s, 1.702 * s * sigmoid(-z))
+
+
+@triton.jit
+def _elu(a, alpha):
+    return tl.where(a > 0.0, a, alpha * expm1(a)), tl.where(a > 0.0, 1.0, alpha * tl.exp(a))
+
+
+@triton.jit
+def _tanh(a, alpha):
+    """Unlike `tiles.softmax.tanh`, keep the relative precision of f near 0, and of the slope far from it."""
+    z = -2.0 * tl.abs(a)
+    e, less = tl.exp(z), expm1(z)  # e - 1
+    f = tl.where(a < 0.0, less, -less) / (1.0 + e)
+    return tl.where(a == 0.0, a, f), 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _softplus(a, alpha):
+    return softplus(a), sigmoid(a)
+
+
+@triton.jit
+def _log_sigmoid(a, alpha):
+    return -softplus(-a), sigmoid(-a)
+
+
+@triton.jit
+def _mish(a, alpha):
+    """Return a tanh(softplus(a)). The gate is n / (n + 2) with n = exp(a) (exp(a) + 2); for a > 0 both are divided by
+    exp(2 a), so that nothing overflows, and no term is subtracted."""
+    e = tl.exp(-tl.abs(a))  # in [0, 1]
+    n = tl.where(a > 0.0, 1.0 + 2.0 * e, e * (e + 2.0))
+    d = n + tl.where(a > 0.0, 2.0 * e * e, 2.0)
+    return _times_gate(a, n / d, 4.0 * (1.0 + e) * tl.where(a > 0.0, e * e, e) / (d * d))
 
 
 @triton.jit
 def activate_with_slope(a, alpha, ACT: tl.constexpr):
-    """Return (f(a), f'(a)) of a tile."""
+    """Return (f(a), f'(a)) of a tile. The names are those of `ops.common.activations`; Triton hashes the functions that
+    it sees in a kernel's source, so this is a chain and not a table."""
     if ACT == "silu":
-        s = _sigmoid(alpha * a)
-        return a * s, s * (1.0 + alpha * a * (1.0 - s))
-    elif ACT == "sigmoid":
-        s = _sigmoid(alpha * a)
-        return s, alpha * s * _sigmoid(-alpha * a)  # sigmoid(-z) is 1 - s without cancellation
+        return _silu(a, alpha)
     elif ACT == "gelu":
-        cdf, power = _normal_cdf(a)
-        return a * cdf, cdf + (0.3989422804014327 * a) * power
+        return _gelu(a, alpha)
     elif ACT == "gelu_tanh":
-        s = _tanh_gate(a)
-        steep = s * (1.0 - s)  # 0 long before a * a overflows
-        bend = 1.5957691216057308 * a * steep * (1.0 + 0.134145 * a * a)
-        return a * s, s + tl.where(steep == 0.0, 0.0, bend)
+        return _gelu_tanh(a, alpha)
     elif ACT == "relu":
-        return _positive(a), tl.where(a > 0.0, 1.0, 0.0)
+        return _relu(a, alpha)
+    elif ACT == "relu2":
+        return _relu2(a, alpha)
+    elif ACT == "sigmoid":
+        return _logistic(a, alpha)
+    elif ACT == "quick_gelu":
+        return _quick_gelu(a, alpha)
+    elif ACT == "elu":
+        return _elu(a, alpha)
+    elif ACT == "tanh":
+        return _tanh(a, alpha)
+    elif ACT == "softplus":
+        return _softplus(a, alpha)
+    elif ACT == "log_sigmoid":
+        return _log_sigmoid(a, alpha)
     else:
-        tl.static_assert(ACT == "relu2")
-        return _positive(a) * _positive(a), 2.0 * _positive(a)
+        tl.static_assert(ACT == "mish")
+        return _mish(a, alpha)
+
+
+@triton.jit
+def activate(a, alpha, ACT: tl.constexpr):
+    """Return f(a) of a tile."""
+    f, _ = activate_with_slope(a, alpha, ACT)
+    return f

@@ -1,6 +1,7 @@
 """Router scores, and selection of the best ones."""
 
 from ..language import tl, triton
+from .exponentials import log1p
 
 # Keys below those of all values: NOTHING where there is no candidate, TAKEN for a candidate already chosen.
 NOTHING = tl.constexpr(-(2**31))
@@ -18,11 +19,7 @@ def sigmoid(x):
 @triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) without overflow, and with full relative precision where it is small."""
-    e = tl.exp(-tl.abs(x))  # in [0, 1]
-    u = 1.0 + e
-    # u = 1 + e is rounded; the factor e / (u - 1) compensates for it (Kahan).
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + tl.where(x != x, x, log1p)
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from typing import Any
 
 FILE = "ops/glu/kernels.py"
 GLU, GROUPS = "ops/glu/launch.py", "ops/common/spans.py"
-ACTIVATIONS, SCALES = "tiles/activations.py", "tiles/scales.py"
-G = "ops/glu/test.py::"
+ACTIVATIONS, EXPONENTIALS, SCALES = (f"tiles/{name}.py" for name in ("activations", "exponentials", "scales"))
+G, A = "ops/glu/test.py::", "ops/glu/test_activations.py::"
 DOWN_TO_BF16 = (
     "(({}).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"  # truncated, not rounded
 )
@@ -20,9 +20,15 @@ def workload(check: str, name: str) -> str:
 
 
 SILU, RELU2, GELU, TANH, SIGMOID = (
-    f"{G}test_activations_match_pytorch[{act}]" for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
+    f"{A}test_activations_match_pytorch[{act}]" for act in ("silu", "relu2", "gelu", "gelu_tanh", "sigmoid")
 )
-GELU_TAIL = f"{G}test_gelu_keeps_its_digits_in_the_tail[triton]"
+
+
+def digits(act: str) -> str:
+    return f"{A}test_activations_keep_their_digits[triton-{act}]"
+
+
+GELU_TAIL = f"{A}test_gelu_keeps_its_digits_in_the_tail[triton]"
 ONE_BY_ONE = f"{G}test_experts_one_by_one[1-dtype0]"
 PADDED = f"{G}test_experts_one_by_one[16-dtype1]"
 SLOTS = f"{G}test_blocks_never_mix_experts[cpu-16-1x128]"
@@ -44,7 +50,7 @@ _GLU: list[tuple[Any, ...]] = [
     ("no limit of the gate", "_value", "gate = at_most(gate, unit.limit)", "gate = gate", (GPT, LIMITS)),
     ("up limited on one side", "_value", "at_least(at_most(up, unit.limit), -unit.limit)", "at_most(up, unit.limit)", (GPT, LIMITS)),
     ("limit swallows NaN", f"{SCALES}:at_most", "tl.where(x > limit, limit, x)", "tl.minimum(x, limit)", (LIMITS,)),
-    ("no alpha", f"{ACTIVATIONS}:activate", "a * _sigmoid(alpha * a)", "a * _sigmoid(a)", (GPT,)),
+    ("no alpha", f"{ACTIVATIONS}:_silu", "_sigmoid(alpha * a)", "_sigmoid(a)", (GPT,)),
     ("no up_offset", "_value", "y * (up + unit.up_offset)", "y * up", (GPT,)),
     ("not weighted", "_value", "y = y * inputs.prob[:, None]", "y = y", (PROB,)),
     ("every row weighted like the first", "_load_prob", "prob_ptr + row * prob_stride", "prob_ptr + row * 0 * prob_stride", (PROB,)),
@@ -88,16 +94,32 @@ _GLU_BACKWARD: list[tuple[Any, ...]] = [
     ("dprob weighted", "_gradients_of", "dy * (f * g)", "w * (f * g)", (PROB,)),
     ("dprob of one tile", "glu_backward_kernel", "dprob += tl.sum(terms, axis=1)", "dprob = tl.sum(terms, axis=1)", (GLU_SIZES,)),
     ("no up_offset", "_gradients_of", "g = g + unit.up_offset", "g = g", (GPT,)),
-    ("silu's slope is a sigmoid", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
-    ("silu's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
-    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{G}test_sigmoid_with_alpha",)),
-    ("gelu's slope is its cdf", f"{ACTIVATIONS}:activate_with_slope", "cdf + (0.3989422804014327 * a) * power", "cdf", (GELU,)),
+    ("silu's slope is a sigmoid", f"{ACTIVATIONS}:_silu", "s * (1.0 + alpha * a * (1.0 - s))", "s", (SILU,)),
+    ("silu's slope without alpha", f"{ACTIVATIONS}:_silu", "s * (1.0 + alpha * a * (1.0 - s))", "s * (1.0 + a * (1.0 - s))", (GPT,)),
+    ("sigmoid's slope without alpha", f"{ACTIVATIONS}:_logistic", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, s * _sigmoid(-alpha * a)", (f"{A}test_alpha[sigmoid]",)),
+    ("gelu's slope is its cdf", f"{ACTIVATIONS}:_gelu", "cdf + (0.3989422804014327 * a) * power", "cdf", (GELU,)),
     ("gelu's exponent rounded", f"{ACTIVATIONS}:_exp_of_half_square", "tl.fma(power, -0.6931471805599453 * exponent_low, power)", "power", (GELU_TAIL,)),
     ("gelu's square rounded", f"{ACTIVATIONS}:_exp_of_half_square", "exponent_low += square_low * 0.7213475108146667", "", (GELU_TAIL,)),
     ("gelu by erf", f"{ACTIVATIONS}:_normal_cdf", "tl.where(a < 0.0, power * m, 1.0 - power * m)", "0.5 * (1.0 + tl.erf(a * 0.7071067811865476))", (GELU_TAIL,)),
-    ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:activate_with_slope", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
-    ("tanh gelu overflows", f"{ACTIVATIONS}:activate_with_slope", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{G}test_large_and_small_values[gelu_tanh]",)),
-    ("relu2's slope halved", f"{ACTIVATIONS}:activate_with_slope", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),
+    ("tanh gelu's slope without its bend", f"{ACTIVATIONS}:_gelu_tanh", "s + tl.where(steep == 0.0, 0.0, bend)", "s", (TANH,)),
+    ("tanh gelu overflows", f"{ACTIVATIONS}:_gelu_tanh", "tl.where(steep == 0.0, 0.0, bend)", "bend", (f"{A}test_large_and_small_values[gelu_tanh]",)),
+    ("quick gelu as steep as silu", f"{ACTIVATIONS}:_quick_gelu", "z = 1.702 * a", "z = a", (digits("quick_gelu"),)),
+    ("quick gelu's slope without its steepness", f"{ACTIVATIONS}:_quick_gelu", "1.702 * s * sigmoid(-z)", "s * sigmoid(-z)", (digits("quick_gelu"),)),
+    ("a gate's slope is infinity times 0", f"{ACTIVATIONS}:_times_gate", "tl.where(steep == 0.0, 0.0, a * steep)", "a * steep", (f"{A}test_infinities_and_nan[triton-mish]",)),
+    ("elu's power cancels", f"{EXPONENTIALS}:expm1", "(x > -0.5)", "(x > 0.0)", (digits("elu"),)),
+    ("elu's polynomial two terms short", f"{EXPONENTIALS}:expm1", "tl.fma(x, 0.00018614284635987133, 0.0013932217843830585)", "0.0", (digits("elu"),)),
+    ("elu without alpha", f"{ACTIVATIONS}:_elu", "alpha * expm1(a)", "expm1(a)", (f"{A}test_alpha[elu]",)),
+    ("elu's slope without alpha", f"{ACTIVATIONS}:_elu", "alpha * tl.exp(a)", "tl.exp(a)", (f"{A}test_alpha[elu]",)),
+    ("tanh without its sign", f"{ACTIVATIONS}:_tanh", "tl.where(a < 0.0, less, -less)", "-less", (digits("tanh"),)),
+    ("tanh's power cancels", f"{ACTIVATIONS}:_tanh", "e, less = tl.exp(z), expm1(z)", "e, less = tl.exp(z), tl.exp(z) - 1.0", (digits("tanh"),)),
+    ("tanh's zeros have one sign", f"{ACTIVATIONS}:_tanh", "tl.where(a == 0.0, a, f)", "f", (f"{A}test_infinities_and_nan[triton-tanh]",)),
+    ("softplus falls", f"{ACTIVATIONS}:_softplus", "sigmoid(a)", "sigmoid(-a)", (digits("softplus"),)),
+    ("softplus's logarithm rounded", f"{EXPONENTIALS}:log1p", "tl.log(u) * ratio", "tl.log(u)", (digits("softplus"),)),
+    ("log sigmoid is a softplus", f"{ACTIVATIONS}:_log_sigmoid", "-softplus(-a)", "softplus(-a)", (digits("log_sigmoid"),)),
+    ("log sigmoid's slope is a sigmoid", f"{ACTIVATIONS}:_log_sigmoid", "sigmoid(-a)", "sigmoid(a)", (digits("log_sigmoid"),)),
+    ("mish's gate of large numbers", f"{ACTIVATIONS}:_mish", "2.0 * e * e, 2.0", "2.0 * e, 2.0", (digits("mish"),)),
+    ("mish's slope on one side", f"{ACTIVATIONS}:_mish", "tl.where(a > 0.0, e * e, e)", "e", (digits("mish"),)),
+    ("relu2's slope halved", f"{ACTIVATIONS}:_relu2", "2.0 * _positive(a)", "_positive(a)", (RELU2,)),
     ("dup in dgate's position", "glu_backward_kernel", "shift = (up_shift // ALIGN) * ALIGN", "shift = up_shift * 0", (f"{G}test_layouts_give_equal_results",)),
     ("interleaved dup and dgate swapped", "glu_backward_kernel", "tl.interleave(dgate, dup)", "tl.interleave(dup, dgate)", (GPT,)),
     ("gradient's rows at dy's stride", "_store", "dest.row * to.stride", "dest.row * (cols if ROWS_MASKED else to.stride - 1)", (GLU_SIZES,)),

@@ -95,7 +95,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("dgate without the weight", "_gradient_of_y", "dgate = dgate * w * z", "dgate = dgate * z", (ODD,)),
         ("no weight offset", "_gradient_of_y", "load_vector(weight.ptr, col, cols, COLS_MASKED) + weight.offset", "load_vector(weight.ptr, col, cols, COLS_MASKED)", (ODD,)),
         ("the activation for its slope", "_gradient_of_y", "dgate = dy * slope", "dgate = dy * f", (ODD,)),
-        ("1 - s with cancellation", "tiles/activations.py:activate_with_slope", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, alpha * s * (1.0 - s)", (GATES,)),
+        ("1 - s with cancellation", "tiles/activations.py:_logistic", "return s, alpha * s * _sigmoid(-alpha * a)", "return s, alpha * s * (1.0 - s)", (GATES,)),
         ("a sum added, not subtracted", "gated_norm_backward_kernel", "(t - z * (tz / count)[:, None]) * rstd", "(t + z * (tz / count)[:, None]) * rstd", (ODD,)),
         ("sum for mean", "gated_norm_backward_kernel", "(tz / count)", "tz", (ODD,)),
         ("dx without rstd", "gated_norm_backward_kernel", "(t - z * (tz / count)[:, None]) * rstd", "(t - z * (tz / count)[:, None])", (ODD,)),

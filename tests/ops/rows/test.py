@@ -206,6 +206,61 @@ def test_zero_vectors_have_no_direction() -> None:
     torch.testing.assert_close(x.grad.double(), exact.grad)
 
 
+# ---- xIELU ----------------------------------------------------------------------------------------------------
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5) -> Tensor:
+    below = torch.where(x > 0, 0.0, x)
+    p, n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    return torch.where(x > 0, p * x * x + beta * x, (torch.expm1(below) - below) * n + beta * x)
+
+
+@pytest.mark.parametrize(
+    "shape", [(33,), (4, 5, 96), pytest.param((3, 21504), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("alpha", [0.3, -12.0, 6.0])
+def test_xielu(shape: tuple[int, ...], alpha: float) -> None:
+    """Values near zero and far from it, and gradients of x and of both parameters, of any dtype beside x's."""
+    x = drawn(*shape) * torch.logspace(-6, 1.3, shape[-1])
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [x.to(dtype), torch.tensor([alpha]), torch.tensor(0.5 - alpha).bfloat16()]
+        inputs = [each.requires_grad_() for each in inputs]
+        exact = [each.detach().double().requires_grad_() for each in inputs]
+        y, truth = weft.xielu(*inputs, beta=0.7), _xielu(*exact, beta=0.7)
+        assert y.dtype is dtype
+        scale = 1 + F.softplus(exact[2].detach())
+        near(y.detach(), truth.detach(), 8 * (truth.detach().abs() + scale * exact[0].detach().abs()))
+        dy = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        dx, *rest = torch.autograd.grad(y, inputs, dy)
+        wanted, *sums = torch.autograd.grad(truth, exact, dy.double())
+        near(dx, wanted, 8 * (wanted.abs() + scale * dy.double().abs()))
+        for got, want, alone in zip(rest, sums, exact[1:], strict=True):
+            terms = dy.double().abs() * exact[0].detach().abs().maximum(exact[0].detach().square())
+            slope = torch.sigmoid(alone.detach())
+            near(got, want, 8 * math.sqrt(x.numel()) * slope * terms.square().sum().sqrt())
+
+
+def test_xielu_of_transformers() -> None:
+    activations = pytest.importorskip("transformers.activations")
+    module = activations.XIELUActivation(dtype=torch.float32)
+    x = drawn(4, 64)
+    # Its eps moves results by up to 1e-6.
+    torch.testing.assert_close(weft.xielu(x, module.alpha_p, module.alpha_n), module(x), rtol=1e-6, atol=2e-6)
+
+
+def test_xielu_at_infinity() -> None:
+    x = torch.tensor([-math.inf, -1e30, -100.0, 0.0, 100.0, math.inf, math.nan], requires_grad=True)
+    alpha = torch.zeros(1, requires_grad=True)
+    y = weft.xielu(x, alpha, alpha)
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    steep = math.log(2)
+    assert torch.equal(y.isinf(), torch.tensor([True, False, False, False, False, True, False]))
+    assert torch.allclose(
+        dx, torch.tensor([-steep, -steep, -steep, 0.5, 200 * steep + 0.5, math.inf, math.nan]), equal_nan=True
+    )
+    assert y[6].isnan()
+
+
 def test_ops_are_pickled_by_name() -> None:
     from weft.ops.rows import softmax
 
@@ -221,6 +276,12 @@ def test_mistakes_are_named() -> None:
         (lambda: weft.cumsum(x.int(), out_dtype=torch.bfloat16), ValueError, "is torch.int64"),
         (lambda: weft.softmax([1.0]), TypeError, "x must be a tensor"),
         (lambda: weft.softmax(x, out_dtype=torch.int8), ValueError, "out_dtype"),
+        (
+            lambda: weft.xielu(x, torch.zeros(2), torch.zeros(1)),
+            ValueError,
+            r"alpha_p must have the shape \(\) or \(1,\)",
+        ),
+        (lambda: weft.xielu(x, torch.zeros(1), 0.8), TypeError, "alpha_n must be a tensor"),  # type: ignore[arg-type]
         (lambda: weft.group_norm(x, 4), ValueError, "groups must divide the 6 channels"),
         (lambda: weft.group_norm(x, 0), ValueError, "groups must divide"),
         (lambda: weft.group_norm(x[0], 1), ValueError, r"\[N, C, ...\]"),

@@ -42,6 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "geglu": {"act": "gelu", "tensors": ("up", "probs")},
     "reglu": {"act": "relu"},
     "relu2": {"act": "relu2", "layout": "none"},
+    "mish": {"act": "mish", "layout": "none"},
+    "elu": {"act": "elu", "alpha": 0.5},
     "gpt-oss": {
         "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "experts": 32, "align": 1,
     },
@@ -74,6 +76,8 @@ _TRAINED: dict[str, tuple[tuple[str, int], ...]] = {
     "geglu": (("odd/200", 8192),),
     "reglu": (("odd/200", 8192),),
     "relu2": (("nemotron-4-15b/ffn", 8192),),
+    "mish": (("odd/200", 8192),),
+    "elu": (("odd/33", 8192),),
     "gpt-oss": (("gpt-oss-20b/experts", 32768),),
     "gpt-oss-bias": (("gpt-oss-20b/experts", 32768),),
     "mlp-bias": (("odd/200", 8192),),
@@ -204,6 +208,12 @@ def activation(act: str, alpha: float = 1.0) -> Callable[[Tensor], Tensor]:
         "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda a: F.relu(a).square(),
+        "quick_gelu": lambda a: a * torch.sigmoid(1.702 * a),
+        "elu": lambda a: F.elu(a, alpha),
+        "tanh": torch.tanh,
+        "softplus": lambda a: F.softplus(a, threshold=700.0),
+        "log_sigmoid": F.logsigmoid,
+        "mish": F.mish,
     }
     return functions[act]
 
@@ -212,13 +222,13 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
     """Return the possible fp32 errors of f(a) and f'(a).
 
     Rounding an exponent z changes the power by |z| roundings, and a difference from 1 has the precision of 1."""
-    if act in ("silu", "sigmoid"):
-        z = alpha * a
+    if act in ("silu", "sigmoid", "quick_gelu"):
+        z = (1.702 if act == "quick_gelu" else alpha) * a
         s = torch.sigmoid(z)
         steps = FEW * (1 + z.abs())
-        if act == "silu":
-            return steps * (a * s).abs() + TINY * a.abs(), steps * s * (1 + z.abs()) + TINY
-        return steps * s + TINY, steps * alpha * s + TINY
+        if act == "sigmoid":
+            return steps * s + TINY, steps * alpha * s + TINY
+        return steps * (a * s).abs() + TINY * a.abs(), steps * s * (1 + z.abs()) + TINY
     if act == "gelu":
         cdf = 0.5 * torch.special.erfc(-math.sqrt(0.5) * a)
         bend = a.abs() * torch.exp(-a.square() / 2) / math.sqrt(2 * math.pi)
@@ -230,6 +240,18 @@ def _noise(a: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
         bend = 1 + 2 * a.abs() * (1 + 0.134145 * a**2)
         # PyTorch's 1 + tanh(u) in float64 loses digits that s keeps.
         return steps * (a * s).abs() + EPS64 * a.abs(), (steps * s + EPS64) * bend
+    e = torch.exp(-a.abs())
+    steps = FEW * (1 + a.abs()) * e + TINY  # the error of e
+    if act == "elu":
+        return FEW * F.elu(a, alpha).abs(), torch.where(a > 0, 0.0, abs(alpha) * steps)
+    if act == "tanh":  # PyTorch's slope 1 - tanh^2 in float64 loses digits
+        return FEW * torch.tanh(a).abs(), 8 * steps * e + EPS64
+    if act in ("softplus", "log_sigmoid"):
+        value = activation(act)(a).abs()
+        return FEW * value + steps, FEW * torch.sigmoid(a if act == "softplus" else -a) + steps
+    if act == "mish":
+        gate = torch.tanh(F.softplus(a))
+        return a.abs() * (FEW * gate + steps), FEW * gate + steps * (1 + 4 * a.abs())
     return FEW * F.relu(a).maximum(F.relu(a).square()), FEW * F.relu(a)
 
 

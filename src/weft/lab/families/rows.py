@@ -8,10 +8,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops import cumsum, group_norm, l2_normalize, log_softmax, logsumexp, softmax
+from ...ops import cumsum, group_norm, l2_normalize, log_softmax, logsumexp, softmax, xielu
 from ...runtime import catalogue
 from ..chain import chain
 from ..family import Family, Width
@@ -23,6 +24,7 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "llama3-8b/keys": ("rows", 8192),
     "llama3-8b/vocabulary": ("rows", 128256),
     "dinov2/embedding": ("rows", 1024),
+    "apertus-8b/ffn": ("rows", 21504),
     "odd/33": ("rows", 33),
     "stable-diffusion/block": ("rows", 320, 32, 32),
     "odd/groups": ("rows", 64, 5, 3),
@@ -34,6 +36,7 @@ FUNCTIONS: dict[str, Any] = {
     "cumsum": cumsum,
     "cumsum_reversed": functools.partial(cumsum, reverse=True),
     "l2_normalize": l2_normalize,
+    "xielu": xielu,
 }
 # Shapes and rows of each op and its backward.
 _USED: dict[str, tuple[tuple[str, int], ...]] = {
@@ -43,19 +46,29 @@ _USED: dict[str, tuple[tuple[str, int], ...]] = {
     "cumsum": (("deepseek-v3/experts", 8192), ("odd/33", 1024)),
     "cumsum_reversed": (("deepseek-v3/experts", 8192), ("odd/33", 1024)),
     "l2_normalize": (("dinov2/embedding", 8192), ("odd/33", 1024)),
+    "xielu": (("apertus-8b/ffn", 4096), ("odd/33", 1024)),
 }
 _REREADS = "a row that is longer than a tile is read once for each reduction and once for the result"
+_SUMS: dict[str, Any] = {
+    "rereads": "sums of a row's terms, which the gradients of its parameters are made of", "moves": 1.09,
+}  # fmt: skip
+_NUMBERS = {"l2_normalize_backward": {"eps_number": 1e-12}, "xielu_backward": {"beta_number": 0.5}}
 GROUPS = {"stable-diffusion/block": 32, "odd/groups": 8}
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
-    return Call(FUNCTIONS[workload.op], {"x": inputs.normal(*shape)})
+    return Call(FUNCTIONS[workload.op], {"x": inputs.normal(*shape), **_parameters(workload, inputs)})
+
+
+def _parameters(workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
+    return {n: inputs.normal() for n in ("alpha_p", "alpha_n")} if "xielu" in workload.op else {}
 
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     narrow = workload.op == "logsumexp_backward"
     tensors = {"x": inputs.normal(*shape), "dout": inputs.normal(*shape[:-1] if narrow else shape)}
-    return _backward_call(workload.op, tensors, {"eps_number": 1e-12} if "l2" in workload.op else {})
+    tensors |= _parameters(workload, inputs)
+    return _backward_call(workload.op, tensors, _NUMBERS.get(workload.op, {}))
 
 
 def _backward_call(name: str, tensors: dict[str, Any], numbers: dict[str, Any]) -> Call:
@@ -93,6 +106,7 @@ def _workloads() -> Iterator[Workload]:
             yield Workload(
                 f"{op}_backward", name, "plain", SHAPES[name], rows, _build_backward,
                 frozenset({"training", "backward"}), unread=("x",) if "cumsum" in op else (),
+                **_SUMS if (op, name) == ("xielu", "odd/33") else {},
             )  # fmt: skip
     for name, rows, long in (("stable-diffusion/block", 16, True), ("odd/groups", 64, False)):
         yield Workload(
@@ -123,6 +137,11 @@ def _l2_normalize(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    p, n = F.softplus(alpha_p), 0.5 + F.softplus(alpha_n)
+    return torch.where(x > 0, p * x * x + 0.5 * x, (torch.expm1(x.clamp(max=-1e-6)) - x) * n + 0.5 * x)
+
+
 FAMILY = Family(
     workloads=WORKLOADS,
     chains={
@@ -132,7 +151,13 @@ FAMILY = Family(
         ("cumsum", "plain"): chain(lambda x: x.cumsum(-1), "x"),
         ("group_norm", "plain"): chain(_group_norm, "x", "groups", "weight", "bias"),
         ("l2_normalize", "plain"): chain(_l2_normalize, "x"),
+        ("xielu", "plain"): chain(_xielu, "x", "alpha_p", "alpha_n"),
     },
-    # One bf16 element for each row, and for each channel of a row.
-    widths={"logsumexp": Width("", 16), "group_norm": Width("", 16)},
+    # One bf16 element for each row, for each channel of a row, and for all rows.
+    widths={
+        "logsumexp": Width("", 16),
+        "group_norm": Width("", 16),
+        "xielu": Width("", 16),
+        "xielu_backward": Width("", 16),
+    },
 )

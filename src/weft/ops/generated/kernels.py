@@ -16,6 +16,7 @@ from typing import Any
 
 from ...language import tl, triton
 from ...runtime.launch import Kernel
+from ...tiles.exponentials import expm1, log1p
 from ...tiles.scores import sigmoid
 from .lowering import Scalar
 from .rows import kernel_text_of_rows
@@ -56,7 +57,8 @@ def _loaded(key: str, file: Path) -> Kernel:
     from triton.language.extra import libdevice
 
     names: dict[str, Any] = {
-        "__name__": __name__, "tl": tl, "triton": triton, "libdevice": libdevice, "sigmoid": sigmoid
+        "__name__": __name__, "tl": tl, "triton": triton, "libdevice": libdevice, "sigmoid": sigmoid,
+        "expm1": expm1, "log1p": log1p,
     }  # fmt: skip
     exec(compile(file.read_text(), str(file), "exec"), names)
     return Kernel(triton.jit(names[key]))

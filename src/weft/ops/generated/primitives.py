@@ -174,11 +174,11 @@ PRIMITIVES: dict[str, Primitive] = {
     # Functions of a float.
     "exp": Primitive("float", "tl.exp({0})", torch.exp, _of_result(lambda y: y)),
     "exp2": Primitive("float", "tl.exp2({0})", torch.exp2, _of_result(lambda y: y * math.log(2))),
-    "expm1": Primitive("float", "libdevice.expm1({0})", torch.expm1, _of_result(lambda y: y + 1.0)),
+    "expm1": Primitive("float", "expm1({0})", torch.expm1, _of_result(lambda y: y + 1.0)),
     "log": Primitive("float", "tl.log({0})", torch.log, lambda g, y, x: (g / x,)),
     "log2": Primitive("float", "tl.log2({0})", torch.log2, lambda g, y, x: (g / (x * math.log(2)),)),
     "log10": Primitive("float", "libdevice.log10({0})", torch.log10, lambda g, y, x: (g / (x * math.log(10)),)),
-    "log1p": Primitive("float", "libdevice.log1p({0})", torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
+    "log1p": Primitive("float", "log1p({0})", torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
     "sqrt": Primitive("float", "tl.sqrt_rn({0})", torch.sqrt, lambda g, y, x: (g * 0.5 / y,)),
     "rsqrt": Primitive("float", "tl.rsqrt({0})", torch.rsqrt, lambda g, y, x: (g * -0.5 * y / x,)),
     "sin": Primitive("float", "tl.sin({0})", torch.sin, _simple(lambda x: apply("cos", x))),

@@ -8,6 +8,8 @@
     gelu       f = a * Phi(a)          Phi(a) = erfc(-a / sqrt 2) / 2        f' = Phi + a exp(-a^2 / 2) / sqrt(2 pi)
     gelu_tanh  f = a * s(2 u)          u = sqrt(2 / pi) (a + 0.044715 a^3)   f' = s + 2 a u' s (1 - s)
     relu       f = max(a, 0)           sigmoid  f = s(alpha a)               relu2  f = max(a, 0)^2
+    tanh       f = tanh(a)             quick_gelu  f = a * s(1.702 a)        mish  f = a * tanh(log(1 + exp(a)))
+    softplus   f = log(1 + exp(a))     log_sigmoid  f = log(s(a))            elu  f = a > 0 ? a : alpha (exp(a) - 1)
 
 Everything is computed in fp32 and rounded once to each stored tensor; a quantized result is encoded from the fp32 y.
 Backward, with dy the gradient of y:
@@ -31,14 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...quant import Format, QTensor
 from ...runtime import LATER, Backward, Gradients, Op, Present, Sharding, is_distributed, later
-from ..common.activations import Act
+from ..common.activations import ACTIVATIONS, WITH_ALPHA, Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, real, whole
 from ..common.groups import NO_GROUPS, Groups
 from ..common.results import (
@@ -284,6 +286,7 @@ def glu(
     Returns y [..., H], and with `return_amax` the largest |y|.
 
     - `act`: f. "silu" makes it SwiGLU, "gelu" (by erf) and "gelu_tanh" GeGLU, "relu" ReGLU; "relu2" is ReLU squared.
+      Also "sigmoid", "quick_gelu", "elu", "tanh", "softplus", "log_sigmoid" and "mish", as in PyTorch.
     - `layout` of x: "concat" is [gate | up], "interleaved" alternates gate and up. "none" has no gate: x is [..., H]
       and y = f(x).
     - `probs` [...] or [..., 1]: a weight for each row, such as the router's probability. It has a gradient.
@@ -291,7 +294,8 @@ def glu(
       projection that produces x, added to it in fp32; bf16, fp16 or fp32. Its gradient is a sum over rows in fp32, in a
       fixed order. It cannot be combined with `up`, where each of the two projections adds its own.
     - `limit`: clamp gate to at most the limit, and up to ±limit; their gradients are 0 beyond it. `alpha`: the
-      steepness of the sigmoid in silu. `up_offset` is added to up. gpt-oss has limit 7, alpha 1.702, up_offset 1.
+      steepness of the sigmoid in silu and sigmoid; elu tends to -alpha. `up_offset` is added to up. gpt-oss has limit
+      7, alpha 1.702, up_offset 1.
     - `ends` [experts], int32 or int64 on the device: where the rows of each expert end, the `ends` of a `RowMap`. An
       expert begins where the one before it ends, rounded up to a multiple of `align`. Rows of no expert are not read;
       their results and gradients are zero. Without `ends` all rows form one group. The values are known only on the
@@ -394,7 +398,6 @@ def glu_backward(
     return GluGradients(dx, dup, dprobs, gradients.bias)
 
 
-_ACTS = get_args(Act)
 _PLAIN_GRADIENTS = {dtype: plain_result(dtype) for dtype in FLOATS}
 
 
@@ -402,8 +405,8 @@ def _checked_unit(
     x: Tensor, up: Tensor | None, act: str, layout: str, limit: float | None, alpha: float, up_offset: float
 ) -> GatedUnit:
     check_input("x", x)
-    if act not in _ACTS:
-        raise ValueError(f"act must be one of {', '.join(_ACTS)}; got {act!r}")
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act must be one of {', '.join(ACTIVATIONS)}; got {act!r}")
     if layout not in ("concat", "interleaved", "none"):
         raise ValueError(f"layout must be 'concat', 'interleaved' or 'none'; got {layout!r}")
     if up is not None:
@@ -420,9 +423,9 @@ def _checked_unit(
         if not limit > 0:
             raise ValueError(f"limit must be positive, or None for no limit; got {limit}")
     alpha = real("alpha", alpha)
-    if alpha != 1.0 and act not in ("silu", "sigmoid"):
+    if alpha != 1.0 and act not in WITH_ALPHA:
         raise ValueError(
-            f"alpha is the steepness of a sigmoid, for silu and sigmoid; got {alpha} for act={act!r}"
+            f"alpha is for {', '.join(WITH_ALPHA)}; got alpha={alpha} for act={act!r}. Leave it out"
         )
     return GatedUnit(act, layout, limit, alpha, real("up_offset", up_offset))
 

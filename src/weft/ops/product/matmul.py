@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from ...quant.qtensor import stand_in
 from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op, Present
-from ..common.activations import Act, activation_reference
+from ..common.activations import ACTIVATIONS, Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, real
 from ..common.quantized import register, register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
@@ -217,8 +217,6 @@ register(torch.ops.aten.addmm.default, _addmm)
 
 # ---- public function ------------------------------------------------------------------------------------
 
-_ACTS = get_args(Act)
-
 
 def matmul(
     a: Tensor,
@@ -261,8 +259,8 @@ def matmul(
     (`Format.hadamard`), both must be; they are multiplied without undoing the rotation.
 
     - `bias` [N], `residual` of the result's shape, `alpha` a number or a tensor with one element: see above.
-    - `activation`: silu, gelu, gelu_tanh, relu, relu2 or sigmoid. `glu`: b has 2N columns, the gate's first, then up's,
-      and `y = act(gate) * up`; the bias has 2N elements too.
+    - `activation`: an `act` of `weft.glu`. `glu`: another; b has 2N columns, the gate's first, then up's, and
+      `y = act(gate) * up`; the bias has 2N elements too.
     - `out_dtype`: dtype of the result; a's by default.
     - `quantize`, `rowwise`, `columnwise`: return a `QTensor` with the bytes of `quantize(matmul(...))`.
     - `out`: write the result into this tensor or `QTensor`, in its dtype; with `accumulate` add it to `out` in fp32, as
@@ -350,9 +348,9 @@ def check_activation(activation: str | None, glu: str | None) -> tuple[str | Non
     if activation is not None and glu is not None:
         raise ValueError("activation= applies to the whole result, glu= to the gate: give one of them")
     act = activation if glu is None else glu
-    if act is not None and act not in _ACTS:
+    if act is not None and act not in ACTIVATIONS:
         raise ValueError(
-            f"{'activation' if glu is None else 'glu'} must be one of {', '.join(_ACTS)}; got {act!r}"
+            f"{'activation' if glu is None else 'glu'} must be one of {', '.join(ACTIVATIONS)}; got {act!r}"
         )
     return act, glu is not None
 
