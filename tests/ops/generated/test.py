@@ -396,7 +396,7 @@ def test_meta_tensors_and_opcheck() -> None:
     assert op_of("add")(torch.empty(3, 1, device="meta"), torch.empty(4, device="meta")).shape == (3, 4)
     x = torch.randn(3, 4, requires_grad=True)
     op = op_of("mul").op
-    values = op.arguments.flatten(op.arguments.cls(x, None, None, 2.0, None))
+    values = op.arguments.flatten(op.arguments.cls(x, None, None, 2.0, None, None, True, False))
     torch.library.opcheck(
         op.overload, values, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )

@@ -50,8 +50,8 @@ class StripeConfig(NamedTuple):
 
 @choice("stripes", tile=(32, 256), num_warps=(1, 16))
 def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> StripeConfig:
-    """Choose the tiling for a kernel ("quantize", "permute", "norm" or "gated_norm") and a format's block. `align`
-    divides the columns and strides."""
+    """Choose the tiling for a kernel ("quantize", "permute", "norm", "gated_norm" or "pointwise") and a format's block.
+    `align` divides the columns and strides."""
     if target.is_cpu:
         return StripeConfig(128, 4)
     # 16 elements per thread make 16 bytes of codes. On NVIDIA the registers of up to 512 threads hold such a tile:
