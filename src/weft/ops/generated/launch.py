@@ -20,7 +20,7 @@ from ..common.sums import sum_rows
 from ..quantize.launch import quantize_into
 from .kernels import kernel_for
 from .lowering import Scalar, Typed, kind_of
-from .op import PLAIN
+from .op import DTYPES, PLAIN
 from .rows import LONGEST_TILE, scans_both_ways
 from .text import Form, Operand
 
@@ -94,10 +94,15 @@ def merged(shape: Sequence[int], layouts: Sequence[_Layout], in_order: bool = Fa
     return result or [_Dimension(1, (1,) * len(layouts))]
 
 
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype
+
+
 class Plan(NamedTuple):
     """What a call of a layout needs besides its addresses and floats."""
 
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides, dtype
+    # Of each output: an argument with the same shape, strides and dtype or None, and these three.
+    outputs: tuple[tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     tensors: tuple[int, ...]  # parameters that the kernel reads, by number
     floats: tuple[int, ...]  # parameters that are floats
     bound: BoundLaunch
@@ -107,22 +112,34 @@ class Plan(NamedTuple):
 def plan(
     op: Any, layout: tuple[Any, ...], out_dtype: torch.dtype | None, target: Capabilities
 ) -> Plan | None:
-    """Plan calls of an op with such a layout: for each parameter the shape, strides and dtype of a tensor, an integer,
-    or `float`. Return None if no kernel serves them."""
-    tensors = [
-        torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
-        if isinstance(each, tuple)
-        else None
-        for each in layout
-    ]
-    numbers = [None if isinstance(each, tuple) else 0.0 if each is float else each for each in layout]
+    """Plan calls of an op with such a layout: for each parameter the shape, strides, dtype and device of a tensor, the
+    type and value of an integer, or `float`. Return None if no kernel serves them."""
+    tensors: list[Tensor | None] = []
+    numbers: list[Any] = []
+    for each in layout:
+        is_tensor = each is not float and len(each) == 4
+        tensors.append(
+            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if is_tensor else None
+        )
+        numbers.append(None if is_tensor else 0.0 if each is float else each[1])
+    described = [each for each, t in zip(layout, tensors, strict=True) if t is not None]
+    if any(dtype not in DTYPES or device != described[0][3] for _, _, dtype, device in described):
+        return None
     a = op.arguments.cls(*tensors, *numbers, out_dtype, *PLAIN)
     if not op.has_kernel(a, op.tensors(a).values()):
         return None
     outputs = op.by_result(op.allocate(a))
     used = op.scalar.parameters
     return Plan(
-        tuple((tuple(t.shape), t.stride(), t.dtype) for t in outputs.values()),
+        tuple(
+            (
+                next((i for i, x in enumerate(tensors) if x is not None and _are_alike(x, t)), None),
+                tuple(t.shape),
+                t.stride(),
+                t.dtype,
+            )
+            for t in outputs.values()
+        ),
         tuple(
             i
             for i, (name, t) in enumerate(zip(op.parameters, tensors, strict=True))

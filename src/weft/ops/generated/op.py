@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...quant.qtensor import stand_in
 from ...runtime import (
@@ -31,6 +32,11 @@ from .rows import serves_rows
 
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
+
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+)
 
 # The arguments `quantize`, `rowwise` and `columnwise` of a call whose result is not quantized.
 PLAIN = (None, True, False)
@@ -153,29 +159,50 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
             launch_scalar(self.name, self.scalar, self.values(a), self.by_result(outputs))
 
     def run(self, a: Any) -> Any:
-        """Compute by the plan for this layout of arguments, which knows all but addresses and floats."""
-        count = len(self.parameters)
+        if a.quantize is None:
+            count = len(self.parameters)
+            values = [a[count + i] if a[i] is None else a[i] for i in range(count)]
+            results = self.run_planned(values, a.out_dtype)
+            if results is not None:
+                return self.plain(results)
+        return super().run(a)
+
+    def run_planned(self, values: Sequence[Any], out_dtype: torch.dtype | None) -> list[Tensor] | None:
+        """Compute by the plan for this layout of arguments, which knows all but addresses and floats. Return None if
+        there is none, or if an argument needs more care: gradients, subclasses, what an error should name."""
         layout: list[Any] = []
         device: Any = None
-        for i in range(count):
-            t = a[i]
-            if t is not None:
-                device = t.device
-                layout.append((t.shape, t.stride(), t.dtype))
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                if value.requires_grad and torch.is_grad_enabled():
+                    return None
+                if value.is_neg() or value.layout is not torch.strided:
+                    return None
+                device = value.device
+                layout.append((value.shape, value.stride(), value.dtype, device))
+            elif kind is float:
+                layout.append(float)
+            elif kind is int or kind is bool:
+                layout.append((kind, value))
             else:
-                number = a[count + i]
-                layout.append(float if type(number) is float else number)
-        if a.quantize is not None or not serves(device):
-            return super().run(a)
-        plan = self.plan(self, tuple(layout), a.out_dtype, capabilities_of(device))
+                return None
+        if device is None or not serves(device):
+            return None
+        plan = self.plan(self, tuple(layout), out_dtype, capabilities_of(device))
         if plan is None:
-            return super().run(a)
-        outputs = [torch.empty_strided(*sizes, dtype=dtype, device=device) for *sizes, dtype in plan.outputs]
+            return None
+        outputs = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            if like is None
+            else torch.empty_like(values[like])
+            for like, shape, strides, dtype in plan.outputs
+        ]
         plan.bound(
-            (*[a[i] for i in plan.tensors], *outputs),
-            tuple([a[count + i] for i in plan.floats]) if plan.floats else (),
+            (*[values[i] for i in plan.tensors], *outputs),
+            tuple([values[i] for i in plan.floats]) if plan.floats else (),
         )
-        return self.plain(outputs)
+        return outputs
 
     @functools.cached_property
     def plan(self) -> Any:

@@ -19,20 +19,15 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ..common.checks import check_disjoint, check_out_dtype, check_tensor, is_tensor, no_tensor
+from ...runtime import is_observed
+from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
 from ..common.results import Result, result_options
 from .expression import gradients, parameters_of, trace, traced
 from .lowering import Scalar
-from .op import PLAIN, broadcast, define
+from .op import DTYPES, PLAIN, broadcast, define
 from .primitives import OF_ROWS
 
 NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-DTYPES = (
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-)
-
-
 OPTIONS = ("out", "out_dtype", "quantize", "rowwise", "columnwise")
 
 
@@ -114,9 +109,14 @@ class Pointwise:
         columnwise: bool = False,
         **named: Any,
     ) -> Any:
-        a = self._arguments(
-            self._bound(args, named) if named or len(args) != len(self.parameters) else args, out_dtype
-        )
+        if named or len(args) != len(self.parameters):
+            args = self._bound(args, named)
+        is_plain = quantize is None and out is None and not columnwise
+        if is_plain and not is_observed():
+            results = self.op.run_planned(args, out_dtype)
+            if results is not None:
+                return results[0] if len(results) == 1 else tuple(results)
+        a = self._arguments(args, out_dtype)
         if quantize is not None or columnwise:
             return self._quantized(a, out, quantize, rowwise, columnwise)
         outputs = self.op(a) if out is None else self._into(out if isinstance(out, tuple) else (out,), a)
@@ -148,11 +148,12 @@ class Pointwise:
         numbers: list[Any] = []
         first: Tensor | None = None
         for name, value in zip(self.parameters, values, strict=True):
-            if is_tensor(value):
-                first = value if first is None else first
+            if isinstance(value, Tensor):
                 if value.layout is not torch.strided:
                     raise no_tensor(name, value)
-                if value.dtype not in DTYPES or value.device != first.device:
+                if first is None:
+                    first = value
+                if value.dtype not in DTYPES or (value is not first and value.device != first.device):
                     check_tensor(name, value, DTYPES, first.device)
                 tensors.append(value)
                 numbers.append(None)
