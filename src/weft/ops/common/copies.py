@@ -65,7 +65,7 @@ def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> 
     few = block in (("mx",) if norm else ("nvfp4", "nvfp4_16x16"))
     if kernel == "gated_norm" and align == 1:
         few = False
-    if kernel == "permute" and block == "1x128" and target.target == "sm_89":
+    if kernel in ("permute", "pointwise") and block == "1x128" and target.target == "sm_89":
         few = True  # 16 warps leave 128 registers per thread, not quite enough to encode by integers
     return StripeConfig(tile, 8 if few else 16)
 

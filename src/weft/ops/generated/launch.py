@@ -245,8 +245,8 @@ def _bound_rows(
     if to is not None:
         operands[-1] = Operand(layouts[-1][0], "codes", False)
     strides_of_rows, dense = _outer_arguments(outer, operands)
-    tile, warps = row_config(cols, target)
     by_row = to is not None and Format.of(to.format).block == "row"
+    tile, warps = row_config(cols if scalar.dims or by_row else min(cols, 1024), target)
     one_tile = by_row or scans_both_ways(scalar)
     split = any(each.along for each in operands) and not one_tile
     tile = max(tile, _power_of_two(cols)) if one_tile else tile
