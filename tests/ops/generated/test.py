@@ -138,6 +138,13 @@ def test_bools_are_combined_but_not_added() -> None:
         op_of("add")(a, b)
 
 
+def test_a_bool_and_an_integer_are_different_numbers() -> None:
+    """1 and True are equal, but the results have other dtypes."""
+    both, x = weft.pointwise(lambda x, y: x & y), torch.tensor([True, False])
+    for number in (1, True, 1):
+        assert both(x, number).dtype is (x & number).dtype
+
+
 def test_numbers_of_64_bits() -> None:
     add = op_of("add")
     x = torch.tensor([1, -1])
