@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .lab.problem import Workload
 
 ROWS, COLS = 5, 33  # neither a multiple of what a GPU loads at a time
+FORMAT = "1x128"  # of a quantized result
 
 
 def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
@@ -29,6 +30,9 @@ def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
     `examples` are arguments for functions that are not defined everywhere; by default, all arguments are tensors of
     normal numbers, some of them broadcast. Then the bytes that the op moves are counted, too, and if z3 is installed
     its launch is proven to be safe for every number of rows.
+
+    A float result with a last dimension is also quantized, and its codes are compared with those that an independent
+    oracle makes of the op's own fp32 result.
     """
     from .lab.checks import CHECKS, NotApplicable
     from .lab.problem import Call, Inputs, Workload
@@ -58,6 +62,9 @@ def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
     def workload_of(dtype: torch.dtype) -> Workload:
         return Workload(op.op.name, "own", "all", ("rows", COLS), ROWS, build, dtype=dtype)
 
+    def quantized(workload: Workload) -> Workload:
+        return replace(workload, build=lambda *of: build(*of).with_(quantize=FORMAT))
+
     call = workload_of(torch.float32).make()
     tracked = any(t.requires_grad for t in _tuple(call.requiring_grad()()))
     for dtype in (torch.float32, torch.bfloat16):
@@ -70,8 +77,19 @@ def check(op: Pointwise, *examples: Tensor | float) -> list[str]:
         run("gradients", lambda: _gradients(op, call))
     run("sanitized", lambda: _sanitized(call))
     run("compiled", lambda: _compiled(op, call))
+    large = replace(workload_of(torch.float32), shape=("rows", 1024), rows=512)
+    if op.op.one_result and (y := call()).is_floating_point() and y.dim():
+        plain = workload_of(torch.bfloat16)
+        workload = quantized(plain)
+        for name in ("quantized_bytes", "guard_bands", "determinism"):
+            run(f"{name} in {FORMAT}", functools.partial(CHECKS[name], workload))
+        run(f"sanitized in {FORMAT}", lambda: _sanitized(workload.make()))
+        if tracked:
+            run(f"gradients in {FORMAT}", lambda: _same_gradients(workload.make(), plain.make()))
+        if not examples:
+            run(f"bytes in {FORMAT}", lambda: _bytes(quantized(large)))
     if not examples:
-        run("bytes", lambda: _bytes(replace(workload_of(torch.float32), shape=("rows", 1024), rows=512)))
+        run("bytes", lambda: _bytes(large))
         run("proven", lambda: _proven(workload_of(torch.float32)))
     return passed
 
@@ -100,6 +118,17 @@ def _sanitized(call: Any) -> None:
 
     with triton_loom.sanitize():
         call()
+
+
+def _same_gradients(quantized: Any, call: Any) -> None:
+    """Compare the gradients of a quantized result with those of a plain one."""
+    from .lab.calls import assert_same, run, upstreams
+
+    gradients = upstreams({"y": call.requiring_grad()()})
+    got, wanted = run(quantized, gradients), run(call, gradients)
+    assert_same(
+        {n: t for n, t in got.items() if n != "y"}, {n: t for n, t in wanted.items() if n != "y"}, FORMAT
+    )
 
 
 def _compiled(op: Pointwise, call: Any) -> None:

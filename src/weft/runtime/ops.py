@@ -335,7 +335,7 @@ class Op(Generic[A, O]):
     def is_traced(self, a: A) -> bool:
         """Return whether anything besides autograd sees a call with these arguments: a compiler, a mode, a transform, a
         subclass."""
-        if torch.compiler.is_compiling() or _is_watched() or is_transformed():
+        if is_observed():
             return True
         return not _are_plain(tensor for tensor in self.arguments.tensors(a) if tensor is not None)
 
@@ -604,6 +604,16 @@ def seen_through() -> Iterator[None]:
 def _is_watched() -> bool:
     """Return whether a dispatch mode, such as that of fake tensors, sees every call of the dispatcher."""
     return bool(_count_dispatch_modes() > _modes_seen_through)
+
+
+def is_observed() -> bool:
+    """Return whether a compiler, a dispatch mode or a transform sees every call."""
+    return (
+        torch.compiler.is_compiling()
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _count_dispatch_modes() > _modes_seen_through
+    )
 
 
 def is_transformed() -> bool:

@@ -138,6 +138,13 @@ def test_bools_are_combined_but_not_added() -> None:
         op_of("add")(a, b)
 
 
+def test_a_bool_and_an_integer_are_different_numbers() -> None:
+    """1 and True are equal, but the results have other dtypes."""
+    both, x = weft.pointwise(lambda x, y: x & y), torch.tensor([True, False])
+    for number in (1, True, 1):
+        assert both(x, number).dtype is (x & number).dtype
+
+
 def test_numbers_of_64_bits() -> None:
     add = op_of("add")
     x = torch.tensor([1, -1])
@@ -396,7 +403,7 @@ def test_meta_tensors_and_opcheck() -> None:
     assert op_of("add")(torch.empty(3, 1, device="meta"), torch.empty(4, device="meta")).shape == (3, 4)
     x = torch.randn(3, 4, requires_grad=True)
     op = op_of("mul").op
-    values = op.arguments.flatten(op.arguments.cls(x, None, None, 2.0, None))
+    values = op.arguments.flatten(op.arguments.cls(x, None, None, 2.0, None, None, True, False))
     torch.library.opcheck(
         op.overload, values, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )

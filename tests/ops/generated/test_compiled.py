@@ -80,6 +80,45 @@ def test_kernels_compile_without_spills(target: str, name: str) -> None:
         assert not flaws(target, binary), variant
 
 
+def variants_of_codes(name: str, target: str, **options: Any) -> list[Variant]:
+    """Return the variants that fill the copies of a quantized result."""
+    with recording(target) as recorded:
+        for length in (200, 4096, 20_000):
+            x = torch.empty((64, length), dtype=torch.bfloat16, device="meta")
+            if name == "softmax":
+                weft.rowwise(lambda x: tl.exp(x - tl.max(x)) / tl.sum(tl.exp(x - tl.max(x))))(x, **options)
+            else:
+                weft.pointwise(FUNCTIONS[name].scalar)(x, x[0], **options)
+    return [each for each in dict.fromkeys(recorded) if each.module == kernel_for.__module__]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "spec", "columnwise"),
+    [
+        pytest.param(
+            target, *of, marks=[] if (target, *of[1:]) == ("sm_90", "mx", True) else pytest.mark.slow
+        )
+        for target in TARGETS
+        for of in [
+            ("silu_and_mul", "1x128", False),
+            ("silu_and_mul", "1x128", True),
+            ("silu_and_mul", "128x128", True),
+            ("silu_and_mul", "mx", True),
+            ("silu_and_mul", "nvfp4", True),
+            ("softmax", "1x128", False),
+            ("softmax", "row", False),
+        ]
+    ],
+)
+def test_quantized_results_compile_without_spills(
+    target: str, name: str, spec: str, columnwise: bool
+) -> None:
+    jobs = [(v, target) for v in variants_of_codes(name, target, quantize=spec, columnwise=columnwise)]
+    assert jobs
+    for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=300), strict=True):
+        assert not flaws(target, binary), variant
+
+
 # ---- proofs -------------------------------------------------------------------------------------------------
 
 FP32 = (Typed(torch.float32),) * 2

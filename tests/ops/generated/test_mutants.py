@@ -14,7 +14,9 @@ import triton_loom
 
 import weft
 from tests.ops.generated.test import LAYOUTS
+from weft.lab.calls import assert_same
 from weft.ops.generated import kernels, launch
+from weft.testing import check
 
 TEXT = [
     ("the first tile alone", "tl.program_id(0).to(tl.int64) * TILE", "tl.program_id(0).to(tl.int64) * 0"),
@@ -51,6 +53,7 @@ HOST_FUNCTIONS = (
     launch._bound_rows,
     launch._merged_step,
     launch._outer_arguments,
+    launch._fills_copies,
 )
 ROWS_TEXT = [
     ("the first rows alone", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0).to(tl.int64) * 0"),
@@ -72,7 +75,7 @@ ROWS_TEXT = [
 ]
 ROWS_HOST = [
     ("dimensions of a row that are not one in memory", "outer != stride * size", "False"),
-    ("half of the programs", "-(-rows // (tile // width))", "-(-rows // (2 * tile // width))"),
+    ("half of the programs", "(-(-rows // height) * tiles", "(-(-rows // (2 * height)) * tiles"),
     ("a promise of strides that does not hold", "align_of(cols, *dense,", "align_of(cols,"),
     (
         "sizes of the outer dimensions swapped",
@@ -80,6 +83,18 @@ ROWS_HOST = [
         "outer[i - 1].size for i in range(1",
     ),
     ("sizes of a row's dimensions swapped", "inner[i] for i", "inner[i - 1] for i"),
+]
+CODES_TEXT = [
+    ("all blocks of rows in the first", "out, tl.program_id(0) // tiles", "out, 0 * tl.program_id(0)"),
+    ("all tiles in the first", "tl.program_id(0) % tiles, tiles", "0, tiles"),
+    ("elements that do not exist", ", mask, out,", ", mask | True, out,"),
+    ("half of the result", "store_quantized(v", "store_quantized(0.5 * v"),
+    ("the first tile of a row alone", "tl.program_id(0), tile, tiles", "tl.program_id(0), 0, tiles"),
+]
+CODES_HOST = [
+    ("rows in the order of memory", "in_order=to is not None", "in_order=False"),
+    ("half of the tiles", "-(-cols // width)", "-(-cols // (2 * width))"),
+    ("columns of a function of rows", "columnwise or format.square", "False"),
 ]
 
 
@@ -132,17 +147,42 @@ def assert_rows_right() -> None:
         assert torch.equal(channels(x, x[0, :, :1]), x.flatten(1).cumsum(-1).view(x.shape) * x[0, :, :1])
 
 
-def cases(elements: list[Any], rows: list[Any]) -> tuple[list[Any], list[str]]:
+def assert_codes_right() -> None:
+    """Compare quantized results with quantized fp32 results, by ops that nothing is cached for."""
+    away = weft.pointwise(lambda x, y: x - y + 3.0)  # not zero where no element is
+    largest = weft.rowwise(lambda x, y: tl.max(x) * y + 3.0)
+    x = torch.randn(131, 2, 1300)
+    for op, a, spec, columnwise in (
+        (away, x, "1x128", False),
+        (away, x[:, 0].t(), "1x128", True),
+        (away, torch.randn(2, 9000), "row", False),
+        (largest, x[:9, 0, :300], "1x128", True),
+        (largest, torch.randn(2, 9000), "1x128", False),
+    ):
+        b = a.flip(0).contiguous()
+        for first, second in ((a, b), (b.transpose(0, 1), a.transpose(0, 1))):
+            with triton_loom.sanitize():
+                got = op(first, second, quantize=spec, columnwise=columnwise)
+            wide = op(first, second, out_dtype=torch.float32).contiguous()
+            assert_same({"y": got}, {"y": weft.quantize(wide, spec, columnwise=columnwise)}, spec)
+
+
+def test_codes_are_right_without_a_mistake() -> None:
+    assert_codes_right()
+
+
+def cases(elements: list[Any], rows: list[Any], codes: list[Any]) -> tuple[list[Any], list[str]]:
     """Return the parameters of a test and their names."""
-    of_both = [(assert_right, "elements", *each) for each in elements]
-    of_both += [(assert_rows_right, "rows", *each) for each in rows]
-    return [(of, old, new) for of, _, _, old, new in of_both], [
-        f"{kind}: {what}" for _, kind, what, *_ in of_both
+    of_all = [(assert_right, "elements", *each) for each in elements]
+    of_all += [(assert_rows_right, "rows", *each) for each in rows]
+    of_all += [(assert_codes_right, "codes", *each) for each in codes]
+    return [(of, old, new) for of, _, _, old, new in of_all], [
+        f"{kind}: {what}" for _, kind, what, *_ in of_all
     ]
 
 
-WITH_TEXT = cases(TEXT, ROWS_TEXT)
-WITH_HOST = cases(HOST, ROWS_HOST)
+WITH_TEXT = cases(TEXT, ROWS_TEXT, CODES_TEXT)
+WITH_HOST = cases(HOST, ROWS_HOST, CODES_HOST)
 
 
 def test_rows_are_right_without_a_mistake() -> None:
@@ -167,6 +207,18 @@ def test_a_mistake_in_a_kernel_is_noticed(
     with pytest.raises((AssertionError, triton_loom.SanitizerError)):
         of()
     assert changed
+
+
+@pytest.mark.mutation
+def test_a_mistake_in_codes_fails_the_check_of_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_text = kernels.kernel_text
+    monkeypatch.setattr(
+        kernels,
+        "kernel_text",
+        lambda *args: kernel_text(*args).replace("store_quantized(", "store_quantized(0.5 * "),
+    )
+    with pytest.raises(AssertionError, match="quantized_bytes in 1x128"):
+        check(weft.pointwise(lambda x, y: x - y))
 
 
 @pytest.mark.mutation

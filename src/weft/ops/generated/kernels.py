@@ -19,6 +19,7 @@ from ...runtime.launch import Kernel
 from ...tiles.exponentials import expm1, log1p
 from ...tiles.scores import sigmoid
 from .lowering import Scalar
+from .quantized import Destination, store_quantized
 from .rows import kernel_text_of_rows
 from .text import Form, bools, definition, loaded, positions, signature, stored
 
@@ -59,6 +60,7 @@ def _loaded(key: str, file: Path) -> Kernel:
     names: dict[str, Any] = {
         "__name__": __name__, "tl": tl, "triton": triton, "libdevice": libdevice, "sigmoid": sigmoid,
         "expm1": expm1, "log1p": log1p,
+        "Destination": Destination, "store_quantized": store_quantized,
     }  # fmt: skip
     exec(compile(file.read_text(), str(file), "exec"), names)
     return Kernel(triton.jit(names[key]))
@@ -78,7 +80,8 @@ def kernel_text(name: str, scalar: Scalar, form: Form) -> str:
     if scalar.dims:
         return kernel_text_of_rows(name, scalar, form)
     parameters, floats = signature(scalar, form)
-    constants = ("ROWS", "COLS", "ALIGN") if form.outer else ("TILE", "ALIGN")
+    constants = form.constants if form.outer else ("TILE", "ALIGN")
+    place = "tl.program_id(0) // tiles, tl.program_id(0) % tiles, tiles"
     if form.outer:
         body = [
             "cols = (cols // ALIGN) * ALIGN",
@@ -101,5 +104,6 @@ def kernel_text(name: str, scalar: Scalar, form: Form) -> str:
     body += bools(kinds)
     expressions, results = scalar.expressions(form.kinds)
     body += [f"v{index} = {text}" for index, text in expressions.items()]
-    body += [stored(each, result, form.outer) for each, result in zip(form.outputs, results, strict=True)]
+    stores = zip(form.outputs, results, strict=True)
+    body += [stored(each, result, form.outer, place) for each, result in stores]
     return definition(name, [*parameters, *floats], constants, body)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...quant import Codes, Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
-from ..common.rows import align_of
+from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.passes import make_copies
+from ..common.results import Result, ResultOptions
+from ..common.rows import STRIPE, align_of
 from ..common.sums import sum_rows
+from ..quantize.launch import quantize_into
 from .kernels import kernel_for
 from .lowering import Scalar, Typed, kind_of
+from .op import DTYPES, PLAIN
 from .rows import LONGEST_TILE, scans_both_ways
 from .text import Form, Operand
+
+LONGEST_GROUP = 128  # elements of a row that share a scale
 
 
 class TileConfig(NamedTuple):
@@ -64,15 +72,16 @@ def layout_of(t: Tensor) -> _Layout:
     return _Layout(tuple(t.shape), t.stride())
 
 
-def merged(shape: Sequence[int], layouts: Sequence[_Layout]) -> list[_Dimension]:
+def merged(shape: Sequence[int], layouts: Sequence[_Layout], in_order: bool = False) -> list[_Dimension]:
     """Return the dimensions of a loop over `shape`, outermost first: in the order in memory of the first operand that
-    has them all. Two become one where that changes no operand's addresses."""
+    has them all, or as they are. Two become one where that changes no operand's addresses."""
     strides = [_strides_in(shape, layout) for layout in layouts]
     dimensions = [
         _Dimension(size, tuple(each[i] for each in strides)) for i, size in enumerate(shape) if size != 1
     ]
-    whole = next((i for i in range(len(layouts)) if all(each.strides[i] for each in dimensions)), -1)
-    dimensions.sort(key=lambda each: -each.strides[whole])
+    if not in_order:
+        whole = next((i for i in range(len(layouts)) if all(each.strides[i] for each in dimensions)), -1)
+        dimensions.sort(key=lambda each: -each.strides[whole])
     result: list[_Dimension] = []
     for each in dimensions:
         outer = result[-1] if result else None
@@ -85,10 +94,15 @@ def merged(shape: Sequence[int], layouts: Sequence[_Layout]) -> list[_Dimension]
     return result or [_Dimension(1, (1,) * len(layouts))]
 
 
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype
+
+
 class Plan(NamedTuple):
     """What a call of a layout needs besides its addresses and floats."""
 
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides, dtype
+    # Of each output: an argument with the same shape, strides and dtype or None, and these three.
+    outputs: tuple[tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     tensors: tuple[int, ...]  # parameters that the kernel reads, by number
     floats: tuple[int, ...]  # parameters that are floats
     bound: BoundLaunch
@@ -98,22 +112,34 @@ class Plan(NamedTuple):
 def plan(
     op: Any, layout: tuple[Any, ...], out_dtype: torch.dtype | None, target: Capabilities
 ) -> Plan | None:
-    """Plan calls of an op with such a layout: for each parameter the shape, strides and dtype of a tensor, an integer,
-    or `float`. Return None if no kernel serves them."""
-    tensors = [
-        torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
-        if isinstance(each, tuple)
-        else None
-        for each in layout
-    ]
-    numbers = [None if isinstance(each, tuple) else 0.0 if each is float else each for each in layout]
-    a = op.arguments.cls(*tensors, *numbers, out_dtype)
+    """Plan calls of an op with such a layout: for each parameter the shape, strides, dtype and device of a tensor, the
+    type and value of an integer, or `float`. Return None if no kernel serves them."""
+    tensors: list[Tensor | None] = []
+    numbers: list[Any] = []
+    for each in layout:
+        is_tensor = each is not float and len(each) == 4
+        tensors.append(
+            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if is_tensor else None
+        )
+        numbers.append(None if is_tensor else 0.0 if each is float else each[1])
+    described = [each for each, t in zip(layout, tensors, strict=True) if t is not None]
+    if any(dtype not in DTYPES or device != described[0][3] for _, _, dtype, device in described):
+        return None
+    a = op.arguments.cls(*tensors, *numbers, out_dtype, *PLAIN)
     if not op.has_kernel(a, op.tensors(a).values()):
         return None
-    outputs = op.allocate(a)._asdict()
+    outputs = op.by_result(op.allocate(a))
     used = op.scalar.parameters
     return Plan(
-        tuple((tuple(t.shape), t.stride(), t.dtype) for t in outputs.values()),
+        tuple(
+            (
+                next((i for i, x in enumerate(tensors) if x is not None and _are_alike(x, t)), None),
+                tuple(t.shape),
+                t.stride(),
+                t.dtype,
+            )
+            for t in outputs.values()
+        ),
         tuple(
             i
             for i, (name, t) in enumerate(zip(op.parameters, tensors, strict=True))
@@ -128,15 +154,24 @@ def plan(
     )
 
 
+class _Stored(NamedTuple):
+    """How a pass stores a quantized result."""
+
+    format: str
+    stripes: bool  # tiles are stripes of 128 rows
+    strides: tuple[int, ...]  # of the codes and scales of the row-wise copy
+    strides_t: tuple[int, ...]  # of the column-wise copy
+
+
 @remembered
 def _bound(
     name: str, scalar: Scalar, kinds: tuple[Typed, ...], layouts: tuple[tuple[str, _Layout], ...],
-    inputs: int, integers: tuple[tuple[str, int], ...], target: Capabilities,
+    inputs: int, integers: tuple[tuple[str, int], ...], to: _Stored | None, target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
     """Bind the launch for a layout of inputs and outputs. The last operand is an output; that of a function of elements
     has all dimensions."""
-    if scalar.dims:
-        return _bound_rows(name, scalar, kinds, layouts, inputs, integers, target)
+    if scalar.dims or to is not None:
+        return _bound_rows(name, scalar, kinds, layouts, inputs, integers, to, target)
     names = [name for name, _ in layouts]
     dimensions = merged(layouts[-1][1].shape, [layout for _, layout in layouts])
     *outer, last = dimensions
@@ -184,17 +219,19 @@ def _outer_arguments(
 
 def _bound_rows(
     name: str, scalar: Scalar, kinds: tuple[Typed, ...], layouts: tuple[tuple[str, _Layout], ...],
-    inputs: int, integers: tuple[tuple[str, int], ...], target: Capabilities,
+    inputs: int, integers: tuple[tuple[str, int], ...], to: _Stored | None, target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
-    """Bind the launch of a function of rows."""
+    """Bind the launch of a function of rows, or of one whose result is quantized. Then the rows are those of the result
+    in order, and each tile of a function of elements has a program."""
     shape = torch.broadcast_shapes(*(layout.shape for _, layout in layouts))
-    before = len(shape) - scalar.dims
+    before = len(shape) - (scalar.dims or 1)
     inner = shape[before:]
     cols, rows = math.prod(inner), math.prod(shape[:before])
     whole = [_Layout(shape, _strides_in(shape, layout)) for _, layout in layouts]
     outer = [_Dimension(1, (0,) * len(layouts))]
     if rows > 1:
-        outer = merged(shape[:before], [_Layout(shape[:before], each.strides[:before]) for each in whole])
+        leading = [_Layout(shape[:before], each.strides[:before]) for each in whole]
+        outer = merged(shape[:before], leading, in_order=to is not None)
     row_strides = [each.strides[before:] for each in whole]
     operands = [
         Operand(
@@ -205,32 +242,43 @@ def _bound_rows(
         )
         for i, (each, _) in enumerate(layouts)
     ]
-    tile, warps = row_config(cols, target)
-    one_tile = scans_both_ways(scalar)
+    if to is not None:
+        operands[-1] = Operand(layouts[-1][0], "codes", False)
+    strides_of_rows, dense = _outer_arguments(outer, operands)
+    by_row = to is not None and Format.of(to.format).block == "row"
+    tile, warps = row_config(cols if scalar.dims or by_row else min(cols, 1024), target)
+    one_tile = by_row or scans_both_ways(scalar)
     split = any(each.along for each in operands) and not one_tile
     tile = max(tile, _power_of_two(cols)) if one_tile else tile
-    loops = split or cols > tile
+    loops = split or (scalar.dims > 0 and cols > tile)
     if split:
         operands = [
             o._replace(step="part") if o.along and scalar.dims - 1 not in o.along else o for o in operands
         ]
     width = min(tile, _power_of_two(inner[-1] if split else cols)) if cols > 1 else 1
     form = Form(kinds, tuple(operands[:inputs]), tuple(operands[inputs:]), len(outer), loops)
-    arguments, dense = _outer_arguments(outer, operands)
-    arguments |= {f"inner{i}": inner[i] for i in form.inner_sizes(scalar.dims)}
+    arguments: dict[str, Any] = strides_of_rows | {
+        f"inner{i}": inner[i] for i in form.inner_sizes(scalar.dims)
+    }
     for each, strides in zip(operands, row_strides, strict=True):
         arguments |= {f"{each.name}_step{i}": strides[i] for i in each.along}
         if each.step == "any":
             arguments[f"{each.name}_step"] = _merged_step(inner, strides) or 0
-    launch = Launch.of(
-        kernel_for(name, scalar, form),
-        num_warps=warps,
-        ROWS=tile // width,
-        COLS=width,
-        ALIGN=align_of(cols, *dense, *inner[-1:] if split else ()),
-    )
+    align = align_of(cols, *dense, *inner[-1:] if split else ())
+    constants: dict[str, Any] = {"ALIGN": align}
+    if to is not None:
+        format = Format.of(to.format)
+        constants |= {"FORMAT": format, "CAST": cast_mode(target)}
+        arguments["out"] = (to.strides, to.strides_t)
+        width = max(width, LONGEST_GROUP)
+        if to.stripes:
+            width, warps = stripe_config("pointwise", format.block, align, target)
+            tile = STRIPE * width
+    height = tile // width
+    tiles = 1 if scalar.dims else -(-cols // width)
+    launch = Launch.of(kernel_for(name, scalar, form), num_warps=warps, ROWS=height, COLS=width, **constants)
     return launch.bind(
-        (-(-rows // (tile // width)), 1, 1), **dict(integers), rows=rows, cols=cols, **arguments
+        (-(-rows // height) * tiles, 1, 1), **dict(integers), rows=rows, cols=cols, **arguments
     )
 
 
@@ -263,8 +311,9 @@ def _step(sizes: Sequence[int], strides: Sequence[int]) -> str:
 
 
 def _bound_for(
-    name: str, scalar: Scalar, values: Mapping[str, Any], outputs: Mapping[str, Tensor], target: Capabilities
-) -> BoundLaunch:
+    name: str, scalar: Scalar, values: Mapping[str, Any], outputs: Mapping[str, Tensor], target: Capabilities,
+    to: _Stored | None = None,
+) -> BoundLaunch:  # fmt: skip
     """Bind the launch of a scalar function for tensors and numbers like these."""
     used = {parameter: values[parameter] for parameter in scalar.parameters}
     tensors = {name: value for name, value in used.items() if isinstance(value, Tensor)}
@@ -283,6 +332,7 @@ def _bound_for(
         tuple(layouts),
         len(tensors),
         tuple(integers),
+        to,
         target,
     )
 
@@ -291,11 +341,88 @@ def launch_scalar(
     name: str, scalar: Scalar, values: Mapping[str, Any], outputs: Mapping[str, Tensor]
 ) -> None:
     """Compute a scalar function of tensors and numbers into outputs of the full shape."""
-    used = [values[parameter] for parameter in scalar.parameters]
     device = next(iter(outputs.values())).device
     bound = _bound_for(name, scalar, values, outputs, capabilities_of(device))
+    _start(bound, scalar, values, outputs.values())
+
+
+def _start(
+    bound: BoundLaunch, scalar: Scalar, values: Mapping[str, Any], outputs: Iterable[Tensor | None]
+) -> None:
+    """Start a launch with the tensors and floats among the values, and with its outputs."""
+    used = [values[parameter] for parameter in scalar.parameters]
     tensors = [value for value in used if isinstance(value, Tensor)]
-    bound((*tensors, *outputs.values()), tuple(value for value in used if isinstance(value, float)))
+    bound((*tensors, *outputs), tuple(value for value in used if isinstance(value, float)))
+
+
+# ---- quantized results --------------------------------------------------------------------------------------
+
+
+class _Quantized:
+    """Passes of a call whose result is quantized."""
+
+    def __init__(
+        self, name: str, scalar: Scalar, values: Mapping[str, Any], result: Result, format: str
+    ) -> None:
+        self.name, self.scalar, self.values, self.y, self.format = name, scalar, values, result.y, format
+        self.rows, self.cols = math.prod(self.y.shape[:-1]), self.y.shape[-1]
+
+    def rows_pass(
+        self, copy: Codes | None, amax: Tensor | None, wants_amax: bool, has_stats: bool
+    ) -> Tensor | None:
+        return self.run(False, copy, None, amax, wants_amax)
+
+    def stripes_pass(
+        self, row: Codes | None, col: Codes | None, amax: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        count_stripes(self.rows, self.cols)
+        return self.run(True, row, col, amax, wants_amax)
+
+    def run(
+        self, stripes: bool, row: Codes | None, col: Codes | None, amax: Tensor | None, wants_amax: bool
+    ) -> Tensor | None:
+        """Launch a pass; return the amax of each of its tiles if wanted."""
+        data, scale, *strides = copy_arguments(row)
+        data_t, scale_t, *strides_t = copy_arguments(col)
+        to = _Stored(self.format, stripes, tuple(strides), tuple(strides_t))
+        target = capabilities_of(self.y.device)
+        bound = _bound_for(self.name, self.scalar, self.values, {"out": self.y}, target, to)
+        partials = None
+        if wants_amax:
+            height, width = bound.launch.constants["ROWS"], bound.launch.constants["COLS"]
+            tiles = -(-self.rows // height) * -(-self.cols // width)
+            partials = torch.empty(tiles, dtype=torch.float32, device=self.y.device)
+        _start(bound, self.scalar, self.values, (amax, partials, data, scale, data_t, scale_t))
+        return partials
+
+
+def launch_quantized(
+    name: str, scalar: Scalar, values: Mapping[str, Any], result: Result, options: ResultOptions
+) -> None:
+    """Compute a scalar function of tensors and numbers into a quantized result."""
+    assert options.format is not None
+    format, y = Format.of(options.format), result.y
+    if _fills_copies(scalar, values, format, options.columnwise, y.shape[-1]):
+        call = _Quantized(name, scalar, values, result, options.format)
+        make_copies(
+            result, options, call.rows_pass, call.stripes_pass, direct=not format.square, statistics=False
+        )
+        return
+    wide = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+    launch_scalar(name, scalar, values, {"out": wide})
+    quantize_into(result, options._replace(dtype=torch.float32), wide)
+
+
+def _fills_copies(
+    scalar: Scalar, values: Mapping[str, Any], format: Format, columnwise: bool, cols: int
+) -> bool:
+    """Return whether the kernel of a function can store the codes: its tiles hold whole groups, and whole rows if these
+    have one scale."""
+    if format.block == "row" and cols > LONGEST_TILE:
+        return False
+    if scalar.dims > 1 or (scalar.dims == 1 and (columnwise or format.square)):
+        return False
+    return any(isinstance(values[name], Tensor) for name in scalar.parameters)
 
 
 # ---- gradients of arguments that were broadcast -------------------------------------------------------------

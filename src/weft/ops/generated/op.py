@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...quant.qtensor import stand_in
 from ...runtime import (
@@ -17,17 +19,27 @@ from ...runtime import (
     Maybe,
     MaybeNumber,
     Op,
+    Present,
     Sharding,
     capabilities_of,
     catalogue,
     is_transformed,
     serves,
 )
+from ..common.results import Result, ResultOptions, allocate_result, result_reference
 from .lowering import FLOAT, Scalar, float_dtype, kind_of
 from .rows import serves_rows
 
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
+
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+)
+
+# The arguments `quantize`, `rowwise` and `columnwise` of a call whose result is not quantized.
+PLAIN = (None, True, False)
 
 # Variants for one set of dtypes: flat or with up to three dimensions before the last, which of the operands vary along
 # them, alignment, sizes below 2^30 or not.
@@ -88,10 +100,12 @@ class FunctionOp(Op[A, O], name="", variants=VARIANTS):
 
 
 class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
-    """Op that computes the results of a function."""
+    """Op that computes the results of a function. If there is one, with a last dimension, its output is a `Result`,
+    which may be quantized."""
 
     scalar: Scalar
     backward_op: Any
+    one_result: bool
 
     def result_dtypes(self, a: Any) -> list[torch.dtype]:
         values = self.values(a)
@@ -110,43 +124,85 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
             and (not self.dims or serves_rows(self.scalar, broadcast(self.tensors(a))[-self.dims :].numel()))
         )
 
+    def options(self, a: Any) -> ResultOptions:
+        """Return the storage of the one result."""
+        (dtype,) = self.result_dtypes(a)
+        return ResultOptions(dtype, a.quantize, a.rowwise, a.columnwise, None, False)
+
+    def present(self, a: Any) -> Present | None:
+        return self.options(a).present() if self.one_result else None
+
+    def plain(self, results: Iterable[Tensor]) -> Any:
+        """Return the outputs of a call whose results are not quantized."""
+        return Result(*results) if self.one_result else self.outputs.build(*results)
+
+    def by_result(self, outputs: Any) -> dict[str, Tensor]:
+        """Return the outputs of such a call by the names of the results."""
+        return dict(zip(self.scalar.results, outputs, strict=False))
+
     def allocate(self, a: Any) -> Any:
         tensors = self.tensors(a)
         shape = broadcast(tensors, self.dims)
+        if a.quantize is not None:
+            return allocate_result(self.options(a), next(iter(tensors.values())), shape)
         results = zip(self.scalar.results, self.result_dtypes(a), strict=True)
-        return self.outputs.build(
-            *(allocated(self.scalar.shape_of(name, shape), dtype, tensors) for name, dtype in results)
+        return self.plain(
+            allocated(self.scalar.shape_of(name, shape), dtype, tensors) for name, dtype in results
         )
 
     def launch(self, outputs: Any, a: Any) -> None:
-        from .launch import launch_scalar
+        from .launch import launch_quantized, launch_scalar
 
-        launch_scalar(self.name, self.scalar, self.values(a), outputs._asdict())
+        if a.quantize is not None:
+            launch_quantized(self.name, self.scalar, self.values(a), outputs, self.options(a))
+        else:
+            launch_scalar(self.name, self.scalar, self.values(a), self.by_result(outputs))
 
     def run(self, a: Any) -> Any:
-        """Compute by the plan for this layout of arguments, which knows all but addresses and floats."""
-        count = len(self.parameters)
+        if a.quantize is None:
+            count = len(self.parameters)
+            values = [a[count + i] if a[i] is None else a[i] for i in range(count)]
+            results = self.run_planned(values, a.out_dtype)
+            if results is not None:
+                return self.plain(results)
+        return super().run(a)
+
+    def run_planned(self, values: Sequence[Any], out_dtype: torch.dtype | None) -> list[Tensor] | None:
+        """Compute by the plan for this layout of arguments, which knows all but addresses and floats. Return None if
+        there is none, or if an argument needs more care: gradients, subclasses, what an error should name."""
         layout: list[Any] = []
         device: Any = None
-        for i in range(count):
-            t = a[i]
-            if t is not None:
-                device = t.device
-                layout.append((t.shape, t.stride(), t.dtype))
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                if value.requires_grad and torch.is_grad_enabled():
+                    return None
+                if value.is_neg() or value.layout is not torch.strided:
+                    return None
+                device = value.device
+                layout.append((value.shape, value.stride(), value.dtype, device))
+            elif kind is float:
+                layout.append(float)
+            elif kind is int or kind is bool:
+                layout.append((kind, value))
             else:
-                number = a[count + i]
-                layout.append(float if type(number) is float else number)
-        if not serves(device):
-            return super().run(a)
-        plan = self.plan(self, tuple(layout), a.out_dtype, capabilities_of(device))
+                return None
+        if device is None or not serves(device):
+            return None
+        plan = self.plan(self, tuple(layout), out_dtype, capabilities_of(device))
         if plan is None:
-            return super().run(a)
-        outputs = [torch.empty_strided(*sizes, dtype=dtype, device=device) for *sizes, dtype in plan.outputs]
+            return None
+        outputs = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            if like is None
+            else torch.empty_like(values[like])
+            for like, shape, strides, dtype in plan.outputs
+        ]
         plan.bound(
-            (*[a[i] for i in plan.tensors], *outputs),
-            tuple([a[count + i] for i in plan.floats]) if plan.floats else (),
+            (*[values[i] for i in plan.tensors], *outputs),
+            tuple([values[i] for i in plan.floats]) if plan.floats else (),
         )
-        return self.outputs.build(*outputs)
+        return outputs
 
     @functools.cached_property
     def plan(self) -> Any:
@@ -157,18 +213,31 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
     def reference(self, a: Any) -> Any:
         values, shape = self.values(a), broadcast(self.tensors(a), self.dims)
         results = self.scalar.evaluate(values, shape, self.wide(values))
-        return self.outputs.build(
-            *(
-                result.to(dtype).contiguous()
-                for result, dtype in zip(results, self.result_dtypes(a), strict=True)
+        if a.quantize is not None:
+            matrix = results[0].reshape(math.prod(shape[:-1]), shape[-1])
+            return result_reference(
+                self.options(a), matrix, shape, next(t for t in values.values() if isinstance(t, Tensor))
             )
+        return self.plain(
+            result.to(dtype).contiguous()
+            for result, dtype in zip(results, self.result_dtypes(a), strict=True)
         )
 
     def shard(self, a: Any) -> Sharding:
-        """Any dimension outside of a row may be sharded, in all tensors that have it."""
+        """Any dimension outside of a row may be sharded, in all tensors that have it; of a quantized result only where
+        no block is cut."""
         tensors = self.tensors(a)
         shape = broadcast(tensors)
-        names = [f"d{i}" for i in range(len(shape))]
+        names = [str(i) for i in range(len(shape))]
+        whole = dict.fromkeys(names[len(shape) - self.dims :], "rows are computed whole")
+        block = 1
+        if a.quantize is not None:
+            reasons, block = self.options(a).blocks()
+            whole |= {names[-1]: "a block of the quantized result may span it", **reasons}
+            # Blocks of rows are counted in the first tensor, which therefore has to have all of them.
+            tensors = dict(sorted(tensors.items(), key=lambda named: named[1].shape != shape))
+            if block > 1 and next(iter(tensors.values())).shape != shape:
+                whole["..."] = "no argument has all rows of the quantized result"
         described = {
             name: " ".join(
                 "_" if size != whole else dim
@@ -179,11 +248,10 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
             for name, t in tensors.items()
         }
         outputs = {
-            each: " ".join(names[: len(self.scalar.shape_of(each, shape))]) for each in self.scalar.results
+            output: " ".join(names[: len(self.scalar.shape_of(result, shape))])
+            for output, result in zip(self.outputs.names, self.scalar.results, strict=False)
         }
-        return Sharding(
-            described, outputs, dict.fromkeys(names[len(shape) - self.dims :], "rows are computed whole")
-        )
+        return Sharding(described, outputs, whole, block)
 
     @functools.cached_property
     def kept(self) -> frozenset[str]:
@@ -204,7 +272,7 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         count = len(self.parameters)
         op = self.backward_op
         needs = (need and t is not None for need, t in zip(b.needs, b.kept[:count], strict=False))
-        a = op.arguments.build(*b.kept[: 2 * count], *b.grads, *needs)
+        a = op.arguments.build(*b.kept[: 2 * count], *b.grads[: len(self.scalar.results)], *needs)
         return dict(zip(self.parameters, op(a), strict=True))
 
 
@@ -284,8 +352,16 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
     inputs: list[tuple[str, Any]] = [(each, Maybe) for each in parameters]
     inputs += [(f"{each}_number", MaybeNumber) for each in parameters]
     results = tuple(scalar.results)
-    Args = NamedTuple(f"{name}_args", [*inputs, ("out_dtype", torch.dtype | None)])  # type: ignore[misc]
-    Outputs = NamedTuple(f"{name}_outputs", [(each, Tensor) for each in results])  # type: ignore[misc]
+    options = [
+        ("out_dtype", torch.dtype | None),
+        ("quantize", str | None),
+        ("rowwise", bool),
+        ("columnwise", bool),
+    ]
+    Args = NamedTuple(f"{name}_args", [*inputs, *options])  # type: ignore[misc]
+    one_result = len(results) == 1 and not scalar.narrow
+    Plain = NamedTuple(f"{name}_outputs", [(each, Tensor) for each in results])  # type: ignore[misc]
+    Outputs: Any = Result if one_result else Plain
     Needs = NamedTuple(f"{name}_needed", [(each, bool) for each in parameters])  # type: ignore[misc]
     upstream = [(f"d{each}", Maybe) for each in results]
     BackwardArgs = NamedTuple(f"{name}_backward_args", [*inputs, *upstream, ("needs", Needs)])  # type: ignore[misc]
@@ -303,8 +379,14 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
     )
     forward: ForwardOp[Any, Any] = _instance(
         ForwardOp[Args, Outputs],
-        {"name": name, "variants": VARIANTS, "differentiable": results},
-        {"parameters": parameters, "dims": scalar.dims, "scalar": scalar, "backward_op": backward},
+        {"name": name, "variants": VARIANTS, "differentiable": ("y",) if one_result else results},
+        {
+            "parameters": parameters,
+            "dims": scalar.dims,
+            "scalar": scalar,
+            "backward_op": backward,
+            "one_result": one_result,
+        },
     )
     return forward
 

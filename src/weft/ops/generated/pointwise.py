@@ -18,17 +18,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..common.checks import check_disjoint, check_out_dtype, check_tensor, is_tensor, no_tensor
+from ...quant import Format
+from ...runtime import is_observed
+from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
+from ..common.results import Result, result_options
 from .expression import gradients, parameters_of, trace, traced
 from .lowering import Scalar
-from .op import broadcast, define
+from .op import DTYPES, PLAIN, broadcast, define
 from .primitives import OF_ROWS
 
 NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-DTYPES = (
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-)
+OPTIONS = ("out", "out_dtype", "quantize", "rowwise", "columnwise")
 
 
 class Pointwise:
@@ -44,11 +44,10 @@ class Pointwise:
         self.parameters, self._backward = parameters_of(function), backward
         graph, results = trace(function)
         names = ("out",) if len(results) == 1 else tuple(f"out{i}" for i in range(len(results)))
-        if clash := sorted(
-            {*self.parameters} & {*names, *(f"d{name}" for name in names), "needs", "out_dtype"}
-        ):
+        taken = {*names, *(f"d{name}" for name in names), "needs", *OPTIONS}
+        if clash := sorted(taken.intersection(self.parameters)):
             raise TypeError(
-                f"{self.name}: rename the parameter {clash[0]}, which is also the name of a result"
+                f"{self.name}: rename the parameter {clash[0]}, which is also the name of a result or of an option"
             )
         self.results = names
         self._gradients: dict[tuple[tuple[str, ...], ...], Scalar] = {}
@@ -105,11 +104,21 @@ class Pointwise:
         *args: Any,
         out: Tensor | tuple[Tensor, ...] | None = None,
         out_dtype: torch.dtype | None = None,
+        quantize: Format | str | None = None,
+        rowwise: bool = True,
+        columnwise: bool = False,
         **named: Any,
     ) -> Any:
-        a = self._arguments(
-            self._bound(args, named) if named or len(args) != len(self.parameters) else args, out_dtype
-        )
+        if named or len(args) != len(self.parameters):
+            args = self._bound(args, named)
+        is_plain = quantize is None and out is None and not columnwise
+        if is_plain and not is_observed():
+            results = self.op.run_planned(args, out_dtype)
+            if results is not None:
+                return results[0] if len(results) == 1 else tuple(results)
+        a = self._arguments(args, out_dtype)
+        if quantize is not None or columnwise:
+            return self._quantized(a, out, quantize, rowwise, columnwise)
         outputs = self.op(a) if out is None else self._into(out if isinstance(out, tuple) else (out,), a)
         return outputs[0] if len(self.results) == 1 else tuple(outputs)
 
@@ -139,11 +148,12 @@ class Pointwise:
         numbers: list[Any] = []
         first: Tensor | None = None
         for name, value in zip(self.parameters, values, strict=True):
-            if is_tensor(value):
-                first = value if first is None else first
+            if isinstance(value, Tensor):
                 if value.layout is not torch.strided:
                     raise no_tensor(name, value)
-                if value.dtype not in DTYPES or value.device != first.device:
+                if first is None:
+                    first = value
+                if value.dtype not in DTYPES or (value is not first and value.device != first.device):
                     check_tensor(name, value, DTYPES, first.device)
                 tensors.append(value)
                 numbers.append(None)
@@ -158,7 +168,38 @@ class Pointwise:
             )
         if out_dtype is not None:
             check_out_dtype(out_dtype)
-        return self.op.arguments.cls(*tensors, *numbers, out_dtype)
+        return self.op.arguments.cls(*tensors, *numbers, out_dtype, *PLAIN)
+
+    def _quantized(
+        self, a: Any, out: Any, quantize: Format | str | None, rowwise: bool, columnwise: bool
+    ) -> Tensor:
+        """Return the result as a `QTensor`."""
+        tensors = self.op.tensors(a)
+        options = result_options(
+            next(iter(tensors.values())),
+            quantize,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            out_dtype=a.out_dtype,
+        )
+        instead = "quantize what it returns with weft.quantize"
+        if out is not None:
+            raise ValueError("out= is for a plain result, and a quantized one is a new QTensor: leave it out")
+        if not self.op.one_result:
+            many = len(self.results)
+            which = f"{many} results" if many > 1 else "a result with one value for each row"
+            raise ValueError(
+                f"quantize= is for one result with a last dimension, and {self.name} has {which}: {instead}"
+            )
+        (dtype,) = self.op.result_dtypes(a)
+        if not (dtype.is_floating_point and broadcast(tensors)):
+            what = "has no dimension" if dtype.is_floating_point else f"is {dtype}"
+            raise ValueError(
+                f"quantize= is for floats with a last dimension, and the result of {self.name} {what}"
+            )
+        stored = (options.format, options.rowwise, options.columnwise)
+        result: Result = self.op(self.op.arguments.cls(*a[: -len(PLAIN)], *stored))
+        return result.value(options)
 
     def _into(self, out: tuple[Tensor, ...], a: Any) -> Any:
         """Compute into `out`, which may be an argument itself, with the same elements in the same places."""
@@ -176,7 +217,7 @@ class Pointwise:
             (n, t) for n, t in tensors.items() if not (in_place and any(_same_elements(t, to) for to in out))
         ]
         check_disjoint([("out", t) for t in out], read)
-        return self.op.into(self.op.outputs.build(*out), a)
+        return self.op.into(self.op.plain(out), a)
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:
@@ -202,8 +243,8 @@ def pointwise(
 ) -> Any:
     """Turn a scalar function in Triton's language into an op.
 
-    The op broadcasts its arguments, of any strides and dtypes. It also takes `out=`, and `out_dtype=` for the dtype of
-    float results.
+    The op broadcasts its arguments, of any strides and dtypes. It also takes `out=`, `out_dtype=` for the dtype of
+    float results, and `quantize=`, `rowwise=` and `columnwise=` for a result that is a `QTensor`, as in `weft.glu`.
 
     - `function`: has a parameter for each tensor or number, and returns a scalar or a tuple of scalars. It may call
       Python helpers and `@triton.jit` functions.

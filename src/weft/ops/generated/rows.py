@@ -60,8 +60,10 @@ class _Text:
         self.kinds = dict(zip(scalar.parameters, form.kinds, strict=True))
         self.types = scalar.types(form.kinds)
         self.expressions, results = scalar.expressions(form.kinds)
+        place = f"tl.program_id(0), {'tile, tiles' if form.loops else '0, 1'}"
         self.stores = {
-            each: stored(each, text, form.outer) for each, text in zip(form.outputs, results, strict=True)
+            each: stored(each, text, form.outer, place)
+            for each, text in zip(form.outputs, results, strict=True)
         }
         self.results = dict(zip(form.outputs, scalar.results.items(), strict=True))
         self.levels = levels(scalar)
@@ -79,7 +81,7 @@ class _Text:
             *bools(self.kinds),
             *(self._loops() if self.form.loops else self._tile()),
         ]
-        return definition(name, [*parameters, *floats], ("ROWS", "COLS", "ALIGN"), body)
+        return definition(name, [*parameters, *floats], self.form.constants, body)
 
     # ---- one tile -----------------------------------------------------------------------------------------------
 

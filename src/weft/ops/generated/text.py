@@ -19,7 +19,8 @@ class Operand(NamedTuple):
 
     name: str
     # Along the last dimension: "0", "1" or "any"; "split" if the dimensions of a row are not one, and "part" if a tile
-    # lies within one stretch of the last of them, along which the operand does not vary.
+    # lies within one stretch of the last of them, along which the operand does not vary. "codes" if it is a result that
+    # is stored quantized: a `Destination`.
     step: str
     varies: bool  # along the other dimensions
     along: tuple[int, ...] = ()  # the dimensions of a row along which it varies, if they are not one
@@ -33,6 +34,12 @@ class Form(NamedTuple):
     outputs: tuple[Operand, ...]
     outer: int  # dimensions before the last
     loops: bool = False  # over the tiles of a row, which is longer than a tile
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of the constants of a kernel whose tiles have rows and columns."""
+        stored = ("FORMAT", "CAST") if any(each.step == "codes" for each in self.outputs) else ()
+        return *stored, "ROWS", "COLS", "ALIGN"
 
     def inner_sizes(self, dims: int) -> range:
         """Return the dimensions of a row whose sizes a kernel takes: what it takes the number of an element, or of a
@@ -51,7 +58,9 @@ def signature(scalar: Scalar, form: Form) -> tuple[list[str], list[str]]:
     numbers = {n: kind for n, kind in zip(scalar.parameters, form.kinds, strict=True) if kind.rank == NUMBER}
     floats = [f"{n}_value: float" for n, kind in numbers.items() if kind.dtype.is_floating_point]
     operands = (*form.inputs, *form.outputs)
-    parameters = [f"{each.name}_ptr" for each in operands]
+    parameters = [
+        f"{each.name}: Destination" if each.step == "codes" else f"{each.name}_ptr" for each in operands
+    ]
     parameters += [f"{n}_value" for n, kind in numbers.items() if not kind.dtype.is_floating_point]
     parameters += ["rows", "cols", *(f"size{i}" for i in range(1, form.outer))] if form.outer else ["count"]
     parameters += [f"{o.name}_stride{i}" for o in operands if o.varies for i in range(form.outer)]
@@ -82,8 +91,11 @@ def loaded(operand: Operand, dtype: torch.dtype, outer: int) -> str:
     return f"{operand.name}_value = {load}{'.to(tl.float32)' if is_float else ''}"
 
 
-def stored(operand: Operand, result: str, outer: int) -> str:
-    """Return the line that stores a tile of a result."""
+def stored(operand: Operand, result: str, outer: int, place: str = "") -> str:
+    """Return the line that stores a tile of a result. For one that is quantized, `place` is the number of the block of
+    rows, that of the tile in it, and how many tiles it has."""
+    if operand.step == "codes":
+        return f"store_quantized({result}, mask, {operand.name}, {place}, rows, cols, FORMAT, CAST, ALIGN)"
     pointer, mask = _address(operand, outer)
     return f"tl.store({pointer}, tl.cast({result}, {operand.name}_ptr.dtype.element_ty), mask={mask})"
 
