@@ -31,25 +31,25 @@ GATHERED, ADDED = f"{T}test_gathered_rows[shape1]", f"{T}test_rows_added_in_plac
 ROW_TABLE, NVFP4_TABLE, INT4_TABLE = (
     f"{T}test_tables_in_codes[256-{format}]" for format in ("row", "nvfp4", "int4:1x128")
 )
-TO_1X128, TO_ROW, TO_NVFP4, TO_TENSOR = (
-    f"{T}test_quantized_results[cpu-{format}]" for format in ("1x128", "row", "nvfp4", "tensor")
+TO_ROW, TO_NVFP4, TO_TENSOR = (
+    f"{T}test_quantized_results[cpu-{format}]" for format in ("row", "nvfp4", "tensor")
 )
 
 _GATHER: list[tuple[Any, ...]] = [
-    ("row not scaled", "_gathered", "x * scale)", "x)", (SCALED, ROW_TABLE)),
+    ("row not scaled", "gather_kernel", "x.to(tl.float32) * scale", "x.to(tl.float32)", (SCALED, ROW_TABLE)),
     ("ids counted from the first of the vocabulary", "gather_kernel", "row = id - first", "row = id", (SHARDS,)),
     ("row before the first read", "gather_kernel", "(at < count) & (row >= 0) & (row < rows)", "(at < count) & (row < rows)", (SHARDS,)),
     ("row after the last read", "gather_kernel", "(row >= 0) & (row < rows)", "(row >= 0)", (SHARDS,)),
     ("negative ids are another rank's", "gather_kernel", "((id < 0) | (id >= size))", "(id >= size)", (ODD,)),
     ("ids past the vocabulary are another rank's", "gather_kernel", "((id < 0) | (id >= size))", "(id < 0)", (ODD,)),
-    ("rows copied from the first", "gather_kernel", "x_off = tl.multiple_of(row * table.stride, ALIGN)", "x_off = tl.multiple_of(row * 0, ALIGN)", (GATHERED,)),
-    ("all rows stored at the first", "gather_kernel", "y_off = tl.multiple_of(at * cols, ALIGN)", "y_off = tl.multiple_of(at * 0, ALIGN)", (GATHERED,), 1, 2),
+    ("rows copied from the first", "gather_kernel", "table_off = tl.multiple_of(row * table.stride, ALIGN)", "table_off = tl.multiple_of(row * 0, ALIGN)", (GATHERED,)),
+    ("all rows stored at the first", "gather_kernel", "y_off = tl.multiple_of(at * cols, ALIGN)", "y_off = tl.multiple_of(at * 0, ALIGN)", (GATHERED,)),
     ("32-bit row offsets", "gather_kernel", "row = id - first", "row = (id - first).to(tl.int32)", (FAR,)),
-    ("only the first tile", "gather_kernel", "start = (tl.program_id(0) % tiles) * TILE", "start = (tl.program_id(0) % tiles) * 0", (GPU,)),
-    ("amax of a row from its last tile", "gather_kernel", "largest = larger(largest, amax(y, axis=1))", "largest = amax(y, axis=1)", (TO_ROW,)),
-    ("scales of rows at the first", "gather_kernel", "tl.store(copy.scale + at, row_scale", "tl.store(copy.scale + at * 0, row_scale", (TO_ROW,)),
-    ("amax of one tile", f"{LAUNCH}:_Gather.run", "dtype=torch.float32, device=self.ids.device)", "dtype=torch.float32, device=self.ids.device)[:1]", (TO_NVFP4, TO_TENSOR)),
-    ("codes not scaled", "_gathered", "x * scale)", "x)", (TO_1X128,)),
+    ("only the first tile", "gather_kernel", "col = tile * TILE", "col = tile * 0", (GPU,)),
+    ("scale of half a row", f"{LAUNCH}:gather_config", "return GatherConfig(1, whole,", "return GatherConfig(1, whole // 2,", (TO_ROW,)),
+    ("scales of rows at the first", "ops/common/destination.py:store_quantized", "tl.store(to.copy.scale + row, scale", "tl.store(to.copy.scale + row * 0, scale", (TO_ROW,)),
+    ("amax of one tile", "ops/common/destination.py:store_quantized", "to.amax + block * tiles + tile", "to.amax + block * tiles", (TO_NVFP4, TO_TENSOR)),
+    ("foreign ids keep their rows", "gather_kernel", "tl.where(foreign[:, None], tl.cast(outside, x.dtype), x)", "x", (ODD,)),
     ("scale of nvfp4's table left out", f"{LOADS}:load_decoded", "decode_e4m3(scale) * tl.load(global_ptr)", "decode_e4m3(scale)", (NVFP4_TABLE,)),
     ("scales of the first row", f"{LOADS}:load_decoded", "(block * codes.scale_row_stride)[:, None]", "(block * 0)[:, None]", (ROW_TABLE, INT4_TABLE)),
     ("codes of the first row", f"{LOADS}:load_decoded", "tl.multiple_of(row * codes.stride,", "tl.multiple_of(row * 0,", (ROW_TABLE,)),

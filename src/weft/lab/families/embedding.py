@@ -173,7 +173,7 @@ FAMILY = Family(
     truths={"gather": gather_truth, "sum_rows": sum_rows_truth},
     chains={("gather", "plain"): _embedding_chain, ("gather", "zipf"): _embedding_chain},
     moved={
-        "gather_kernel": Moved({"table.data"}, {"y_ptr", "copy.data"}),
+        "gather_kernel": Moved({"table.data"}, {"y_ptr", "to.copy.data"}),
         "sum_parts_kernel": Moved({"x_ptr"}, {"y.ptr"}),
         "join_parts_kernel": Moved({"partial_ptr"}, {"y.ptr"}),
     },

@@ -8,36 +8,12 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles import amax, encode, fp32_scale, larger, scaled
-from ..common.copies import (
-    Encoding,
-    StridedCodes,
-    Stripe,
-    Tile,
-    store_codes,
-    store_rows,
-    store_stripe,
-    tensor_factor,
-)
-from ..common.loads import load_decoded, load_stored, load_tile, mask_of_rows, tile_mask
-from ..common.passes import FP32_MAX
+from ..common.copies import StridedCodes
+from ..common.destination import Destination, store_quantized
+from ..common.loads import load_decoded, load_stored, mask_of_rows, tile_mask
 from .arguments import PART
 
 PART_ROWS = tl.constexpr(PART)
-
-
-@triton.jit
-def _gathered(table, global_ptr, row, real, foreign, start, cols, scale, outside, FORMAT: tl.constexpr,
-              TILE: tl.constexpr, ALIGN: tl.constexpr, COLS_MASKED: tl.constexpr):  # fmt: skip
-    """Return a tile of the result in fp32 [R, TILE], zero where there is no element."""
-    col = start + tl.arange(0, TILE)
-    if FORMAT is None:
-        row_off = tl.multiple_of(row * table.stride, ALIGN)
-        mask = mask_of_rows(real, col, cols, True, COLS_MASKED)
-        x = load_tile(table.data + row_off[:, None] + col[None, :], mask)
-    else:
-        x = load_decoded(table, global_ptr, row, real, start, cols, FORMAT, TILE, ALIGN, COLS_MASKED)
-    return tl.where(mask_of_rows(foreign, col, cols, True, COLS_MASKED), outside, x * scale)
 
 
 @kernel
@@ -45,138 +21,49 @@ def gather_kernel(
     ids_ptr,  # int32 or int64 [count]
     table: StridedCodes,  # [rows, cols]: elements, or codes with their scales
     global_ptr,  # nvfp4's scale of the table, or None
-    given_ptr,  # a scalar: amax of the result, or its scale with STATIC; or None
     y_ptr,  # [count, cols], or None
-    amax_ptr,  # [programs], or None
+    to: Destination,  # of a quantized result [count, cols]
     count,
     rows,
     cols,
     first,
     size,
-    tiles,  # programs that share ROWS rows of the result
-    copy: StridedCodes,  # row-wise copy of the result
-    copy_t: StridedCodes,  # column-wise copy
+    tiles,  # of a row
     scale: float,
     outside: float,
     TABLE: tl.constexpr,  # format of the table, or None
     SAME: tl.constexpr,  # elements are copied as they are
     FORMAT: tl.constexpr,  # of the result, or None
     CAST: tl.constexpr,
-    STATIC: tl.constexpr,
-    STRIPES: tl.constexpr,  # ROWS is the longest group along the rows: column-wise copies are possible
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,  # divides cols and the strides of rows
     COLS_MASKED: tl.constexpr,
 ):
-    """Compute ROWS rows of the result: a tile of them, or all their columns if a scale spans a row."""
+    """Compute a tile of the result."""
     cols = (cols // ALIGN) * ALIGN
-    block = (tl.program_id(0) // tiles).to(tl.int64)
-    start = (tl.program_id(0) % tiles) * TILE
+    block, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     at = block * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     id = tl.load(ids_ptr + at, mask=at < count, other=0).to(tl.int64)
     row = id - first
     real = (at < count) & (row >= 0) & (row < rows)
     foreign = (at < count) & ((id < 0) | (id >= size))
-    BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
-    BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor" and not STRIPES
-    if given_ptr is not None:
-        scale_source = tl.load(given_ptr)
+    if TABLE is None:
+        table_off = tl.multiple_of(row * table.stride, ALIGN)
+        mask = mask_of_rows(real, col, cols, True, COLS_MASKED)
+        x = load_stored(table.data + table_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
     else:
-        scale_source = 0.0
-    if SAME:
-        col = start + tl.arange(0, TILE)
-        x_off = tl.multiple_of(row * table.stride, ALIGN)
-        x = load_stored(
-            table.data + x_off[:, None] + col[None, :], mask_of_rows(real, col, cols, True, COLS_MASKED)
-        )  # [ROWS, TILE]
-        x = tl.where(foreign[:, None], tl.cast(outside, x.dtype), x)
+        x = load_decoded(table, global_ptr, row, real, tile * TILE, cols, TABLE, TILE, ALIGN, COLS_MASKED)
+    if not SAME:
+        x = x.to(tl.float32) * scale
+    x = tl.where(foreign[:, None], tl.cast(outside, x.dtype), x)
+    mask = tile_mask(at, col, count, cols, True, COLS_MASKED)
+    if FORMAT is None:
         y_off = tl.multiple_of(at * cols, ALIGN)
-        tl.store(
-            y_ptr + y_off[:, None] + col[None, :], x, mask=tile_mask(at, col, count, cols, True, COLS_MASKED)
-        )
-    elif BY_ROW:
-        largest = tl.zeros((ROWS,), tl.float32)
-        for begin in range(0, cols, TILE):
-            y = _gathered(
-                table,
-                global_ptr,
-                row,
-                real,
-                foreign,
-                begin,
-                cols,
-                scale,
-                outside,
-                TABLE,
-                TILE,
-                ALIGN,
-                COLS_MASKED,
-            )
-            largest = larger(largest, amax(y, axis=1))
-        row_scale, factor = fp32_scale(largest, FP32_MAX, FORMAT)
-        tl.store(copy.scale + at, row_scale, mask=at < count)
-        for begin in range(0, cols, TILE):
-            y = _gathered(
-                table,
-                global_ptr,
-                row,
-                real,
-                foreign,
-                begin,
-                cols,
-                scale,
-                outside,
-                TABLE,
-                TILE,
-                ALIGN,
-                COLS_MASKED,
-            )
-            codes = encode(scaled(y, factor[:, None], FORMAT), FORMAT, CAST)
-            store_codes(codes, copy, Tile(at, begin, count, cols, ALIGN, True, COLS_MASKED), FORMAT)
+        tl.store(y_ptr + y_off[:, None] + col[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        y = _gathered(
-            table,
-            global_ptr,
-            row,
-            real,
-            foreign,
-            start,
-            cols,
-            scale,
-            outside,
-            TABLE,
-            TILE,
-            ALIGN,
-            COLS_MASKED,
-        )  # [ROWS, TILE]
-        if amax_ptr is not None:
-            tl.store(amax_ptr + tl.program_id(0), amax(amax(y, axis=1), axis=0))
-        if y_ptr is not None:
-            col = start + tl.arange(0, TILE)
-            y_off = tl.multiple_of(at * cols, ALIGN)
-            mask = tile_mask(at, col, count, cols, True, COLS_MASKED)
-            tl.store(y_ptr + y_off[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-        elif BY_TENSOR:
-            if copy.data is not None:
-                factor = tensor_factor(Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC))
-                codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
-                store_codes(codes, copy, Tile(at, start, count, cols, ALIGN, True, COLS_MASKED), FORMAT)
-        elif STRIPES:
-            store_stripe(
-                y,
-                copy,
-                copy_t,
-                Stripe(block, start, count, cols, ALIGN, COLS_MASKED),
-                Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
-            )
-        elif copy.data is not None:
-            store_rows(
-                y,
-                copy,
-                Tile(at, start, count, cols, ALIGN, True, COLS_MASKED),
-                Encoding(scale_source, FP32_MAX, FORMAT, CAST, STATIC),
-            )
+        store_quantized(x, mask, to, block, tile, tiles, count, cols, FORMAT, CAST, ALIGN)
 
 
 # ---- sorting ids ----------------------------------------------------------------------------------------

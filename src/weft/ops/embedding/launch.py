@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format
 from ...runtime import Capabilities, Launch, capabilities_of, choice
-from ..common.copies import NO_CODES, StridedCodes, cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.copies import StridedCodes, cast_mode, copy_arguments, count_stripes, stripe_config
+from ..common.destination import Destination
 from ..common.passes import make_copies
-from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows
+from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows, tile_warps
 from ..moe.row_map.arguments import RowMapArgs, RowMapOutputs
 from ..moe.row_map.launch import launch_row_map
 from .arguments import PART, GatherArgs, GatherOutputs, SumRowsArgs, SumRowsOutputs
@@ -36,14 +37,17 @@ class GatherConfig(NamedTuple):
     num_warps: int
 
 
-@choice("gather", rows=(1, 64), tile=(64, 8192), num_warps=(1, 16))
-def gather_config(cols: int, coded: bool, target: Capabilities) -> GatherConfig:
-    """Choose tiles of 2048 elements, 16 per thread, along one row if it is long enough. On a CPU they lie within one
-    row."""
+@choice("gather", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+def gather_config(cols: int, coded: bool, by_row: bool, target: Capabilities) -> GatherConfig:
+    """Choose tiles of 2048 elements, 16 per thread, along one row if it is long enough; on a CPU within one row.
+    `by_row`: a result with a scale for each row needs it whole."""
     smallest = 128 if coded else 64
+    whole = max(1 << max(cols - 1, 0).bit_length(), smallest)
+    if by_row:
+        return GatherConfig(1, whole, tile_warps(whole, target))
     if target.is_cpu:
         return GatherConfig(1, cpu_tile(cols, smallest), 4)
-    tile = min(max(1 << max(cols - 1, 0).bit_length(), smallest), 2048)
+    tile = min(whole, 2048)
     return GatherConfig(2048 // tile, tile, 128 // target.warp_size)
 
 
@@ -96,59 +100,51 @@ class _Gather:
         y: Tensor | None,
         row: Codes | None = None,
         col: Codes | None = None,
-        scale_source: Tensor | None = None,
+        amax: Tensor | None = None,
         wants_amax: bool = False,
         stripes: bool = False,
     ) -> Tensor | None:
         """Launch a pass; return the amax of each of its programs if wanted."""
-        a, count = self.args, self.ids.numel()
-        is_coded = row is not None or col is not None
-        format = Format.of(a.result.format) if is_coded and a.result.format is not None else None
-        align = align_of(self.cols, self.stride)
-        if stripes:
-            assert format is not None
+        a, count, cols = self.args, self.ids.numel(), self.cols
+        format = Format.of(a.result.format) if y is None and a.result.format is not None else None
+        align = align_of(cols, self.stride)
+        coded, by_row = (self.format or format) is not None, format is not None and format.block == "row"
+        rows, tile, warps = gather_config(cols, coded, by_row, self.target)
+        if format is not None and stripes:
             tile, warps = stripe_config("gather", format.block, align, self.target)
-            rows, blocks = STRIPE, count_stripes(count, self.cols)
-        else:
-            rows, tile, warps = gather_config(self.cols, is_coded or self.format is not None, self.target)
-            blocks = -(-count // rows)
-        whole = format is not None and format.block == "row"
-        tiles = 1 if whole else -(-self.cols // tile)
-        is_same = y is not None and self.format is None and a.scale == 1.0 and y.dtype is a.table.dtype
+            rows = STRIPE
+            count_stripes(count, cols)
+        tiles = -(-cols // tile)
+        programs = -(-count // rows) * tiles
         launch = Launch.of(
             gather_kernel,
             num_warps=warps,
             TABLE=self.format,
-            SAME=is_same,
+            SAME=y is not None and self.format is None and a.scale == 1.0 and y.dtype is a.table.dtype,
             FORMAT=format,
             CAST=cast_mode(self.target),
-            STATIC=a.result.scale is not None,
-            STRIPES=stripes,
             ROWS=rows,
             TILE=tile,
             ALIGN=align,
-            COLS_MASKED=self.cols % tile != 0,
+            COLS_MASKED=cols % tile != 0,
         )
         partials = None
         if wants_amax:
-            partials = torch.empty(blocks * tiles, dtype=torch.float32, device=self.ids.device)
+            partials = torch.empty(programs, dtype=torch.float32, device=self.ids.device)
         launch(
-            (blocks * tiles, 1, 1),
+            (programs, 1, 1),
             *gather_kernel.arguments(
                 ids_ptr=self.ids,
                 table=self.table,
                 global_ptr=a.codes.global_scale,
-                given_ptr=scale_source,
                 y_ptr=y,
-                amax_ptr=partials,
+                to=Destination(amax, partials, copy_arguments(row), copy_arguments(col)),
                 count=count,
                 rows=self.rows,
-                cols=self.cols,
+                cols=cols,
                 first=a.first,
                 size=a.size,
                 tiles=tiles,
-                copy=copy_arguments(row) if row is not None else NO_CODES,
-                copy_t=copy_arguments(col) if col is not None else NO_CODES,
                 scale=a.scale,
                 outside=a.outside,
             ),

@@ -18,8 +18,8 @@ from ...language import tl, triton
 from ...runtime.launch import Kernel
 from ...tiles.exponentials import expm1, log1p
 from ...tiles.scores import sigmoid
+from ..common.destination import Destination, store_quantized
 from .lowering import Scalar
-from .quantized import Destination, store_quantized
 from .rows import kernel_text_of_rows
 from .text import Form, bools, definition, loaded, positions, signature, stored
 

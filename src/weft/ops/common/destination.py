@@ -1,9 +1,7 @@
-"""Results that leave a generated kernel as codes: what a kernel stores, and the passes that a format needs.
+"""Quantized results of kernels that compute them tile by tile: what a tile stores as codes.
 
-    y = op(x, quantize="1x128")         one kernel: the codes are encoded from the fp32 tile
-
-A tile of 128 rows fills both copies and the squares of a format. A function of rows has tiles of whole rows instead, so
-its column-wise copies and squares go through the result in fp32.
+A tile of 128 rows fills both copies and the squares of a format. A tile of other rows fills the row-wise copy; its
+groups, and with a scale for each row the whole rows, lie within it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from ...language import tl, triton
 from ...tiles import amax, encode, fp32_scale, scaled
-from ..common.copies import (
+from .copies import (
     Encoding,
     StridedCodes,
     Stripe,
@@ -24,7 +22,7 @@ from ..common.copies import (
     store_stripe,
     tensor_factor,
 )
-from ..common.passes import FP32_MAX
+from .passes import FP32_MAX
 
 
 class Destination(NamedTuple):
