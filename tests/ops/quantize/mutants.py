@@ -123,12 +123,12 @@ _AMAX: list[tuple[Any, ...]] = [
 
 _DEQUANTIZE: list[tuple[Any, ...]] = [
     ("nibbles swapped", f"{NUMBERS}:unpack_pairs", "tl.interleave(packed & 0xF, packed >> 4)", "tl.interleave(packed >> 4, packed & 0xF)", (f"{DECODE}[e2m1:mx:te-auto]",)),
-    ("scales of the first tile for all", "dequantize_kernel", "group = tile * (TILE // GROUP) + tl.arange", "group = tile * 0 + tl.arange", (workload("accuracy", "dequantize:llama3-8b/hidden:mx-both:8192"),)),
-    ("strides of the scales swapped", "dequantize_kernel", "(row_block * scale_row_stride)[:, None] + (group.to(tl.int64) * scale_col_stride)", "(row_block * scale_col_stride)[:, None] + (group.to(tl.int64) * scale_row_stride)", (f"{DECODE}[e2m1:mx:te-auto]",)),
+    ("scales of the first tile for all", "ops/common/loads.py:load_decoded", "group = start // GROUP + tl.arange", "group = start * 0 + tl.arange", (workload("accuracy", "dequantize:llama3-8b/hidden:mx-both:8192"),)),
+    ("strides of the scales swapped", "ops/common/loads.py:load_decoded", "(group.to(tl.int64) * codes.scale_col_stride)", "(group.to(tl.int64) * codes.scale_row_stride)", (f"{DECODE}[e2m1:mx:te-auto]",)),
     ("e8m0 code 0 taken for 0", "tiles/numbers.py:decode_e8m0", "tl.where(bits == 0, 0x00400000, bits << 23)", "bits << 23", (f"{DECODE}[e4m3:mx:te-auto]", f"{DECODE}[e5m2:mx:te-auto]")),
     ("e8m0 NaN taken for infinity", "tiles/numbers.py:decode_e8m0", "tl.where(bits == 255, 0x7FC00000, ", "tl.where(bits == 256, 0x7FC00000, ", (f"{DECODE}[e2m1:mx:te-auto]",)),
-    ("nvfp4 without the scale of the tensor", "dequantize_kernel", "decode_e4m3(scale) * tl.load(global_ptr)", "decode_e4m3(scale)", (f"{DECODE}[e2m1:nvfp4:te-auto]",)),
-    ("nvfp4 multiplied in another order", "dequantize_kernel", "values = tl.reshape(groups * scale[:, :, None]", "values = tl.reshape(groups * (scale[:, :, None] / (tl.load(global_ptr) if FORMAT.block == \"nvfp4\" else 1.0)) * (tl.load(global_ptr) if FORMAT.block == \"nvfp4\" else 1.0)", (f"{DECODE}[e2m1:nvfp4:te-auto]",)),
+    ("nvfp4 without the scale of the tensor", "ops/common/loads.py:load_decoded", "decode_e4m3(scale) * tl.load(global_ptr)", "decode_e4m3(scale)", (f"{DECODE}[e2m1:nvfp4:te-auto]",)),
+    ("nvfp4 multiplied in another order", "ops/common/loads.py:load_decoded", "return tl.reshape(groups * scale[:, :, None]", "return tl.reshape(groups * (scale[:, :, None] / (tl.load(global_ptr) if FORMAT.block == \"nvfp4\" else 1.0)) * (tl.load(global_ptr) if FORMAT.block == \"nvfp4\" else 1.0)", (f"{DECODE}[e2m1:nvfp4:te-auto]",)),
     ("values cut, not rounded", "dequantize_kernel", "values.to(out_ptr.dtype.element_ty)", DOWN_TO_BF16.format("values") + ".to(out_ptr.dtype.element_ty)", ("quant/test_dequantize.py::test_dequantize_to_sixteen_bits[int8:row:te-dtype1]",)),
     ("no signs", f"{NUMBERS}:_with_sign", " | sign)", ")", ("quant/test_dequantize.py::test_every_code_decodes",)),
     ("e4m3 NaN taken for 480", f"{NUMBERS}:decode", "size == 0x7F", "size == 0x80", ("quant/test_dequantize.py::test_every_code_decodes",)),
@@ -136,13 +136,13 @@ _DEQUANTIZE: list[tuple[Any, ...]] = [
     ("int8 without signs", f"{NUMBERS}:decode", "codes.to(tl.int8, bitcast=True).to(tl.float32)", "codes.to(tl.float32)", ("quant/test_dequantize.py::test_every_code_decodes",)),
     ("int4 without signs", f"{NUMBERS}:decode", "(codes.to(tl.int32) ^ 8)", "(codes.to(tl.int32) + 8)", ("quant/test_dequantize.py::test_every_byte_of_int4_decodes",)),
     ("int4 off by one", f"{NUMBERS}:decode", "8388616.0", "8388615.0", ("quant/test_dequantize.py::test_every_byte_of_int4_decodes",)),
-    ("all rows scaled like the first", "dequantize_kernel", "row // FORMAT.block_rows", "row // FORMAT.block_rows * 0", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
-    ("squares scaled row by row", "dequantize_kernel", "row // FORMAT.block_rows", "tl.minimum(row, (rows - 1) // FORMAT.block_rows)", (f"{DECODE}[e4m3:128x128:te-auto]",)),
+    ("all rows scaled like the first", "ops/common/loads.py:load_decoded", "block * codes.scale_row_stride", "block * 0", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
+    ("squares scaled row by row", "ops/common/loads.py:load_decoded", "block = row // FORMAT.block_rows", "block = tl.minimum(row, 1)", (f"{DECODE}[e4m3:128x128:te-auto]",)),
     ("last tile left out", f"{LAUNCH}:launch_dequantize", "-(-cols // tile), 1, 1)", "max(cols // tile, 1), 1, 1)", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
     ("32-bit row offsets", "dequantize_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles).to(tl.int32)", ("quant/test_strides.py::test_large_strides[offsets]",)),
-    ("last code of an odd row left out", "dequantize_kernel", "cols + PACKED - 1", "cols", (workload("accuracy", "dequantize:odd/33:nvfp4-both:8192"),)),
-    ("results at the codes' stride", "dequantize_kernel", "out_off = tl.multiple_of(row * cols", "out_off = tl.multiple_of(row * data_stride", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
-    ("last column left out", "dequantize_kernel", "col_mask = tile_mask(row, col, rows, cols,", "col_mask = tile_mask(row, col, rows, cols - 1,", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
+    ("last code of an odd row left out", "ops/common/loads.py:load_decoded", "(cols + 1) // 2", "cols // 2", (workload("accuracy", "dequantize:odd/33:nvfp4-both:8192"),)),
+    ("results at the codes' stride", "dequantize_kernel", "out_off = tl.multiple_of(row * cols", "out_off = tl.multiple_of(row * codes.stride", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
+    ("last column left out", "dequantize_kernel", "tile_mask(row, col, rows, cols, True", "tile_mask(row, col, rows, cols - 1, True", (f"{DECODE}[e4m3:1x128:te:pow2-auto]",)),
 ]  # fmt: skip
 
 _TENSOR: list[tuple[Any, ...]] = [

@@ -268,10 +268,7 @@ def dequantize_kernel(
     values = load_decoded(
         codes, global_ptr, row, row < rows, start, cols, FORMAT, TILE, ALIGN, COLS_MASKED
     )  # [ROWS, TILE]
-    col_mask = tile_mask(row, start + tl.arange(0, TILE), rows, cols, True, COLS_MASKED)
+    col = start + tl.arange(0, TILE)  # [TILE]
+    mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     out_off = tl.multiple_of(row * cols, ALIGN)
-    tl.store(
-        out_ptr + out_off[:, None] + (start + tl.arange(0, TILE))[None, :],
-        values.to(out_ptr.dtype.element_ty),
-        mask=col_mask,
-    )
+    tl.store(out_ptr + out_off[:, None] + col[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
