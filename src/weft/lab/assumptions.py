@@ -52,7 +52,8 @@ def _check(assumed: Loaded, what: str, tensor: torch.Tensor, arguments: Given) -
                 raise AssertionError(f"{what} has the element {int(extreme)}, which {allowed} does not allow")
     if assumed.ascending and bool((flat[1:] < flat[:-1]).any()):
         raise AssertionError(f"{what} does not ascend")
-    if assumed.distinct and groups[0][1].unique().numel() < groups[0][1].numel():
+    different = groups[0][1] if assumed.shared is None else groups[0][1][groups[0][1] != assumed.shared]
+    if assumed.distinct and different.unique().numel() < different.numel():
         raise AssertionError(f"{what} has an element twice")
 
 

@@ -73,16 +73,17 @@ _DIGIT: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 _PARTS: list[tuple[Any, ...]] = [
+    ("parts not joined", "parts_kernel", "tl.where(end - begin > PART_ROWS, rows + slot, row)", "row", (SEGMENTS,)),
+    ("every row joined", "parts_kernel", "end - begin > PART_ROWS, rows", "end > begin, rows", (SUMS,)),
+    ("first and continued parts at one place", "parts_kernel", "PART_ROWS * 2 + (at == begin).to(tl.int64)", "PART_ROWS * 2 + 1", (RUNS,)),
     ("one part for each row", "parts_kernel", "tl.minimum(end - at, PART_ROWS)", "tl.minimum(end - at, 1)", (SUMS,)),
     ("parts from a block's start", "parts_kernel", "(at - begin) % PART_ROWS == 0", "at % PART_ROWS == 0", (SUMS,)),
     ("parts after the first lost", "parts_kernel", "(at - begin) % PART_ROWS == 0", "at == begin", (RUNS,)),
-    ("parts not joined", "parts_kernel", "tl.where(end - begin > PART_ROWS, -length, length)", "length", (SEGMENTS,)),
-    ("every row joined", "parts_kernel", "end - begin > PART_ROWS, -length", "end > begin, -length", (SUMS,)),
-    ("search for the begin too short", "parts_kernel", "for _ in range(steps):", "for _ in range(steps - 4):", (SUMS, RUNS)),
+    ("search for the begin too short", "parts_kernel", "in range(31):", "in range(27):", (SUMS, RUNS)),
     ("begin of another row", "parts_kernel", "other=0) < row)", "other=0) <= row)", (SUMS,)),
     ("end within the row", "parts_kernel", "other=0) <= row)", "other=0) < row)", (SUMS,)),
-    ("last place skipped", "parts_kernel", "past = at + 1, at * 0 + count", "past = at + 1, at * 0 + count - 1", (SEGMENTS, RUNS, ALIGNED_RUNS)),
-    ("lengths of the first block", "parts_kernel", "tl.store(part_ptr + at,", "tl.store(part_ptr + at % BLOCK,", (SUMS,)),
+    ("last place skipped", "parts_kernel", "(place < count)", "(place < count - 1)", (SEGMENTS, RUNS, ALIGNED_RUNS), 2, 2),
+    ("lengths of the first block", "parts_kernel", "tl.store(target_ptr + at,", "tl.store(target_ptr + at % BLOCK,", (SUMS,)),
 ]  # fmt: skip
 
 _SUM: list[tuple[Any, ...]] = [
@@ -93,7 +94,6 @@ _SUM: list[tuple[Any, ...]] = [
     ("only the last row", "sum_parts_kernel", "acc += tl.load(x_ptr", "acc = tl.load(x_ptr", (SUMS,)),
     ("rows at the columns' stride", "sum_parts_kernel", "place * x_stride, ALIGN)", "place * cols, ALIGN)", (FAR,)),
     ("32-bit offsets", "sum_parts_kernel", "tl.multiple_of(place * x_stride, ALIGN)", "tl.multiple_of((place * x_stride).to(tl.int32), ALIGN)", (FAR,)),
-    ("first and continued parts at one place", "sum_parts_kernel", "PART_ROWS * 2 + (before != row).to(tl.int64)", "PART_ROWS * 2 + 1", (RUNS,)),
     ("only the first tile", "sum_parts_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (GPU,)),
     ("sum not scaled", "_store_sum", "acc = acc * scale", "acc = acc", (SCALED,)),
     ("main gradient overwritten", "_store_sum", "acc += tl.load(y.onto", "acc += 0 * tl.load(y.onto", (MAIN,)),
@@ -104,15 +104,15 @@ _SUM: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 _JOIN: list[tuple[Any, ...]] = [
+    ("first part twice", "join_parts_kernel", "off = tl.multiple_of(slot * cols, ALIGN)", "off = tl.multiple_of((block * 2 + 1) * cols, ALIGN)", (RUNS,)),
+    ("continued parts begin again", "join_parts_kernel", "target == y.rows + slot, place", "target >= y.rows, place", (ALIGNED_RUNS, IN_ORDER)),
+    ("short rows begin", "join_parts_kernel", "target == y.rows + slot, place", "target >= 0, place", (RUNS,)),
+    ("row of the block's start", "join_parts_kernel", "row = tl.load(row_ptr + at,", "row = tl.load(row_ptr + block * PART_ROWS,", (RUNS,)),
+    ("slots one after another", "join_parts_kernel", "slot = at // PART_ROWS * 2", "slot = at // PART_ROWS", (RUNS,), 2, 2),
     ("only the first part", "join_parts_kernel", "acc += tl.load(partial_ptr", "acc += 0 * tl.load(partial_ptr", (RUNS,)),
     ("only the last part", "join_parts_kernel", "acc += tl.load(partial_ptr", "acc = tl.load(partial_ptr", (RUNS,)),
-    ("first part twice", "join_parts_kernel", "at // PART_ROWS * 2 * cols", "(block * 2 + 1) * cols", (RUNS,)),
-    ("parts of the next row", "join_parts_kernel", "other=-1) == own", "other=-1) >= own", (RUNS,)),
     ("two parts at most", "join_parts_kernel", "at += PART_ROWS", "at += 2 * PART_ROWS", (RUNS,), 2, 2),
     ("begins in the next part", "join_parts_kernel", "at += PART_ROWS", "at += PART_ROWS + 1", (RUNS,), 1, 2),
-    ("continued parts begin again", "join_parts_kernel", "(part < 0) & (before != row)", "(part < 0)", (ALIGNED_RUNS, IN_ORDER)),
-    ("short rows begin", "join_parts_kernel", "(part < 0) & (before != row)", "(before != row)", (RUNS,)),
-    ("row of the block's start", "join_parts_kernel", "own = tl.load(row_ptr + at,", "own = tl.load(row_ptr + block * PART_ROWS,", (RUNS,)),
     ("blocks after the first skipped", "join_parts_kernel", "block = (tl.program_id(0) // tiles).to(tl.int64)", "block = (tl.program_id(0) // tiles).to(tl.int64) * 0", (RUNS,)),
     ("only the first tile", "join_parts_kernel", "(tl.program_id(0) % tiles) * TILE", "(tl.program_id(0) % tiles) * 0", (GPU,)),
 ]  # fmt: skip

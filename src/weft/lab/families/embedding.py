@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import embedding, quantize, segment_sum
+from ...ops.embedding.arguments import PART
 from ...quant import QTensor
 from ..chain import Chain
 from ..family import Family, Moved
@@ -167,6 +168,10 @@ def _embedding_chain(call: Call) -> Chain:
     return Chain(lambda ids, weight: F.embedding(ids, weight), (call["ids"], call["weight"]))
 
 
+_LENGTHS = Loaded(least=0, most=PART)
+_TARGETS = Loaded(
+    least=-1, below=lambda launch: launch["y.rows"] + launch.rows("partial_ptr"), distinct=True, shared=-1
+)
 _PLACES = Loaded(least=-1, below="count")
 FAMILY = Family(
     workloads=WORKLOADS,
@@ -182,7 +187,9 @@ FAMILY = Family(
         ("digit_kernel", "late_ptr"): _PLACES,
         ("parts_kernel", "row_ptr"): Loaded(least=0, most="rows", ascending=True),
         ("sum_parts_kernel", "order_ptr"): _PLACES,
-        ("sum_parts_kernel", "row_ptr"): Loaded(least=0, most="y.rows", ascending=True),
+        ("sum_parts_kernel", "part_ptr"): _LENGTHS,
+        ("sum_parts_kernel", "target_ptr"): _TARGETS,
+        ("join_parts_kernel", "target_ptr"): _TARGETS,
         ("join_parts_kernel", "row_ptr"): Loaded(least=0, most="y.rows", ascending=True),
     },
 )

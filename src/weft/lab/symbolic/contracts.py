@@ -466,6 +466,8 @@ def _values(loaded: Loaded, launch: Given) -> Any:
 def _distinct(loaded: Loaded, launch: Given) -> Any:
     """Return whether all elements differ, or the predicate that selects those that do."""
     exception = exception_index(loaded, launch)
+    if loaded.distinct and loaded.shared is not None:
+        return lambda value, index: value != loaded.shared
     return (
         loaded.distinct
         if exception is None or not loaded.distinct

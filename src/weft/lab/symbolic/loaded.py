@@ -42,6 +42,7 @@ class Loaded:
     most: Bound | None = None
     ascending: bool = False  # no element is less than its predecessor
     distinct: bool = False  # no two elements are equal, not counting the one at the index of `apart`
+    shared: int | None = None  # a value that distinct elements may have in common: the least or the largest
     # The parameter that holds the inverse: if element i is j >= 0, its element j is i. So no two nonnegative elements
     # are equal.
     inverse: str | None = None

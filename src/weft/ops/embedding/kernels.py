@@ -116,29 +116,34 @@ class Sums(NamedTuple):
 def parts_kernel(
     row_ptr,  # int32 [count], ascending
     part_ptr,  # int32 [count]
+    target_ptr,  # int64 [count]
     count,
     rows,
-    steps,  # 2**steps > count
     BLOCK: tl.constexpr,
 ):
-    """Write, where a part of equal rows begins, how many there are in it: PART, except in the last part. The number is
-    negative if the rows have several parts, and 0 where no part begins."""
+    """Write, where a part of equal rows begins, how many there are in it (PART, except in the last part), and where its
+    sum goes: to that row of the result, or with `rows` added to a row of partial sums, if the row has several parts.
+    Where no part begins these are 0 and -1."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     row = tl.load(row_ptr + at, mask=at < count, other=0)
-    begin, known = at * 0, at  # the first place of this row is in begin..known
-    end, past = at + 1, at * 0 + count  # the first place after it is in end..past
-    for _ in range(steps):
-        middle = (begin + known) // 2
-        is_less = (begin < known) & (tl.load(row_ptr + middle, mask=at < count, other=0) < row)
-        begin, known = tl.where(is_less, middle + 1, begin), tl.where(is_less, known, middle)
-        middle = (end + past) // 2
-        inside = (at < count) & (end < past)
-        is_same = inside & (tl.load(row_ptr + middle, mask=inside, other=0) <= row)
-        end, past = tl.where(is_same, middle + 1, end), tl.where(is_same | (end >= past), past, middle)
-    is_start = ((at - begin) % PART_ROWS == 0) & (row < rows)
-    length = tl.where(is_start, tl.minimum(end - at, PART_ROWS), 0)
-    length = tl.where(end - begin > PART_ROWS, -length, length)
-    tl.store(part_ptr + at, length.to(tl.int32), mask=at < count)
+    begin, end = at * 0, at * 0  # how many rows come before this one, and with it
+    for step in range(31):  # count < 2^31
+        width = tl.cast(1, tl.int64) << (30 - step)
+        place = begin + width - 1
+        inside = (place >= 0) & (place < count)
+        begin += tl.where(inside & (tl.load(row_ptr + place, mask=inside, other=0) < row), width, 0)
+        place = end + width - 1
+        inside = (place >= 0) & (place < count)
+        end += tl.where(inside & (tl.load(row_ptr + place, mask=inside, other=0) <= row), width, 0)
+    is_start = (at < count) & (row < rows) & ((at - begin) % PART_ROWS == 0)
+    tl.store(
+        part_ptr + at, tl.where(is_start, tl.minimum(end - at, PART_ROWS), 0).to(tl.int32), mask=at < count
+    )
+    # Of the rows that begin among PART places at most one has several parts, and at most one other such row continues
+    # there.
+    slot = at // PART_ROWS * 2 + (at == begin).to(tl.int64)
+    target = tl.where(end - begin > PART_ROWS, rows + slot, row)
+    tl.store(target_ptr + at, tl.where(is_start, target, -1), mask=at < count)
 
 
 @triton.jit
@@ -156,8 +161,8 @@ def _store_sum(acc, y, row, col, cols, scale, ALIGN: tl.constexpr):
 def sum_parts_kernel(
     x_ptr,  # [count, cols]
     order_ptr,  # int32 [count], or None if x is sorted
-    row_ptr,  # int32 [count], ascending
     part_ptr,  # int32 [count]
+    target_ptr,  # int64 [count]
     partial_ptr,  # fp32 [2 * parts, cols]: sums of parts of rows that have several
     y: Sums,  # [rows, cols]
     count,
@@ -173,9 +178,9 @@ def sum_parts_kernel(
     cols = (cols // ALIGN) * ALIGN
     at = (tl.program_id(0) // tiles).to(tl.int64)
     col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
-    part = tl.load(part_ptr + at)
-    length = tl.abs(part)
-    if length > 0:
+    target = tl.load(target_ptr + at)
+    if target >= 0:
+        length = tl.load(part_ptr + at)
         acc = tl.zeros((TILE,), tl.float32)
         for begin in range(0, length, AT_ONCE):
             for step in tl.static_range(AT_ONCE):
@@ -186,21 +191,17 @@ def sum_parts_kernel(
                 x_off = tl.multiple_of(place * x_stride, ALIGN)
                 mask = exists & (place >= 0) & (col < cols)
                 acc += tl.load(x_ptr + x_off + col, mask=mask, other=0.0).to(tl.float32)
-        row = tl.load(row_ptr + at)
-        if part > 0:
-            _store_sum(acc, y, row, col, cols, scale, ALIGN)
+        if target < y.rows:
+            _store_sum(acc, y, target, col, cols, scale, ALIGN)
         else:
-            # Of the rows that begin among PART places at most one has several parts, and at most one other such row
-            # continues there.
-            before = tl.load(row_ptr + at - 1, mask=at > 0, other=-1)
-            slot = at // PART_ROWS * 2 + (before != row).to(tl.int64)
-            tl.store(partial_ptr + tl.multiple_of(slot * cols, ALIGN) + col, acc, mask=col < cols)
+            off = tl.multiple_of((target - y.rows) * cols, ALIGN)
+            tl.store(partial_ptr + off + col, acc, mask=col < cols)
 
 
 @kernel
 def join_parts_kernel(
     row_ptr,  # int32 [count], ascending
-    part_ptr,  # int32 [count]
+    target_ptr,  # int64 [count]
     partial_ptr,  # fp32 [2 * parts, cols]
     y: Sums,  # [rows, cols]
     count,
@@ -214,19 +215,19 @@ def join_parts_kernel(
     cols = (cols // ALIGN) * ALIGN
     block = (tl.program_id(0) // tiles).to(tl.int64)
     col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)  # [TILE]
+    slot = block * 2 + 1
     place = block * PART_ROWS + tl.arange(0, PART_ROWS)  # [PART_ROWS]
-    row = tl.load(row_ptr + place, mask=place < count, other=0)
-    before = tl.load(row_ptr + place - 1, mask=(place > 0) & (place < count), other=-1)
-    part = tl.load(part_ptr + place, mask=place < count, other=0)
-    at = tl.max(tl.where((part < 0) & (before != row), place, -1), axis=0)
+    target = tl.load(target_ptr + place, mask=place < count, other=-1)
+    at = tl.max(tl.where(target == y.rows + slot, place, -1), axis=0)
     if at >= 0:
-        own = tl.load(row_ptr + at, mask=at < count, other=0)
-        acc = tl.load(
-            partial_ptr + tl.multiple_of((block * 2 + 1) * cols, ALIGN) + col, mask=col < cols, other=0.0
-        )
+        row = tl.load(row_ptr + at, mask=at < count, other=0)
+        acc = tl.load(partial_ptr + tl.multiple_of(slot * cols, ALIGN) + col, mask=col < cols, other=0.0)
         at += PART_ROWS
-        while tl.load(row_ptr + at, mask=at < count, other=-1) == own:
-            off = tl.multiple_of(at // PART_ROWS * 2 * cols, ALIGN)
-            acc += tl.load(partial_ptr + off + col, mask=(at < count) & (col < cols), other=0.0)
+        slot = at // PART_ROWS * 2
+        while tl.load(target_ptr + at, mask=(at >= 0) & (at < count), other=-1) == y.rows + slot:
+            off = tl.multiple_of(slot * cols, ALIGN)
+            inside = (at >= 0) & (at < count) & (col < cols)
+            acc += tl.load(partial_ptr + off + col, mask=inside, other=0.0)
             at += PART_ROWS
-        _store_sum(acc, y, own, col, cols, scale, ALIGN)
+            slot = at // PART_ROWS * 2
+        _store_sum(acc, y, row, col, cols, scale, ALIGN)

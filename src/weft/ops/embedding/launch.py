@@ -255,20 +255,17 @@ class _Sums:
         launch_row_map(RowMapOutputs(*unused, None), RowMapArgs(keys.unsqueeze(1), values, 1, 1, self.count))
         return places
 
-    def parts(self, row: Tensor) -> Tensor:
-        """Return the lengths of the parts that begin at each place."""
+    def parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lengths of the parts that begin at each place, and where their sums go."""
         part = self.empty(self.count)
+        target = torch.empty(self.count, dtype=torch.int64, device=row.device)
         Launch.of(parts_kernel, num_warps=self.warps, BLOCK=self.block)(
             self.grid,
             *parts_kernel.arguments(
-                row_ptr=row,
-                part_ptr=part,
-                count=self.count,
-                rows=self.args.rows,
-                steps=self.count.bit_length(),
+                row_ptr=row, part_ptr=part, target_ptr=target, count=self.count, rows=self.args.rows
             ),
         )
-        return part
+        return part, target
 
 
 def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
@@ -279,7 +276,7 @@ def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
     call, x = _Sums(a), flat_rows(a.x)
     cols, count = x.shape[1], call.count
     order, row = call.sorted()
-    part = call.parts(row)
+    part, target = call.parts(row)
     tile, at_once, warps = sum_config(cols, call.target)
     tiles, parts = -(-cols // tile), -(-count // PART)
     partial = torch.empty((2 * parts, cols), dtype=torch.float32, device=x.device)
@@ -290,8 +287,8 @@ def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
         *sum_parts_kernel.arguments(
             x_ptr=x,
             order_ptr=order,
-            row_ptr=row,
             part_ptr=part,
+            target_ptr=target,
             partial_ptr=partial,
             y=y,
             count=count,
@@ -306,7 +303,7 @@ def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
             (parts * tiles, 1, 1),
             *join_parts_kernel.arguments(
                 row_ptr=row,
-                part_ptr=part,
+                target_ptr=target,
                 partial_ptr=partial,
                 y=y,
                 count=count,
