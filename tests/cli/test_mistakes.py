@@ -282,6 +282,25 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
+@pytest.mark.slow
+def test_a_killed_command_leaves_no_solver() -> None:
+    """A solver does not notice by itself that nobody waits for it any more."""
+    mark = f"killed-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "weft", "prove", "--op", "sum_rows", "--regions", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "WEFT_TEST_MARK": mark})
+    deadline = time.monotonic() + 60
+    while len(marked(mark)) < 4 and time.monotonic() < deadline:  # the command, two servers and a solver
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while (remaining := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in remaining:
+        os.kill(pid, signal.SIGKILL)
+    assert not remaining, "processes of the command remain"
+
+
 @pytest.mark.parametrize(
     "stuck",
     [

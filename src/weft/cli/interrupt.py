@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -74,6 +75,17 @@ def kill_children() -> None:
     """Kill the processes that `multiprocessing` has started, whatever they are doing."""
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def die_with_parent() -> None:
+    """End this process as soon as the one that started it ends, however that ends: a solver hears no signal."""
+    threading.Thread(target=_outlive, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+
+def _outlive(parent: multiprocessing.process.BaseProcess | None) -> None:
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager

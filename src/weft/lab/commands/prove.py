@@ -19,7 +19,7 @@ from rich.text import Text
 from ... import __version__
 from ...cli.arguments import add_op, add_workers, add_workload, at_least, output_file
 from ...cli.figures import Figures
-from ...cli.interrupt import deaf_children, kill_children
+from ...cli.interrupt import deaf_children, die_with_parent, kill_children
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
 from ...runtime import TARGETS, catalogue
@@ -158,7 +158,7 @@ def _prove_in_child(*args: Any) -> dict[str, Any]:
     """Run `prove_workload` in a new process, forked from one that has imported everything and asked nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["weft.lab.symbolic.proofs"])
-    with ProcessPoolExecutor(1, context) as process:
+    with ProcessPoolExecutor(1, context, die_with_parent) as process:
         return process.submit(prove_workload, *args).result()
 
 
