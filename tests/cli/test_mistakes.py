@@ -259,12 +259,7 @@ def interrupted(command: list[str], after: str = "", seconds: float = 0.0) -> tu
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
     duration = time.monotonic() - begin
-    deadline = time.monotonic() + 5
-    while (remaining := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in remaining:
-        os.kill(pid, signal.SIGKILL)
-    assert not remaining, "processes of the command remain"
+    assert_ended(mark, 5)
     return process.returncode, said, duration
 
 
@@ -282,6 +277,16 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
+def assert_ended(mark: str, seconds: float) -> None:
+    """Assert that no process with this mark is left after some time, and kill any that is."""
+    deadline = time.monotonic() + seconds
+    while (remaining := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in remaining:
+        os.kill(pid, signal.SIGKILL)
+    assert not remaining, "processes of the command remain"
+
+
 @pytest.mark.slow
 def test_a_killed_command_leaves_no_solver() -> None:
     """A solver does not notice by itself that nobody waits for it any more."""
@@ -293,12 +298,7 @@ def test_a_killed_command_leaves_no_solver() -> None:
         time.sleep(0.2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while (remaining := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for pid in remaining:
-        os.kill(pid, signal.SIGKILL)
-    assert not remaining, "processes of the command remain"
+    assert_ended(mark, 10)
 
 
 @pytest.mark.parametrize(
