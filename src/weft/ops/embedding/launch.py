@@ -14,7 +14,7 @@ from ..common.destination import Destination
 from ..common.passes import make_copies
 from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows, tile_warps
 from ..moe.row_map.arguments import RowMapArgs, RowMapOutputs
-from ..moe.row_map.launch import launch_row_map
+from ..moe.row_map.launch import MapConfig, launch_row_map
 from .arguments import PART, GatherArgs, GatherOutputs, SumRowsArgs, SumRowsOutputs
 from .kernels import (
     Sums,
@@ -68,9 +68,8 @@ def sum_config(cols: int, target: Capabilities) -> SumConfig:
 
 
 @choice("sort_ids", block=(64, 4096), num_warps=(1, 16))
-def sort_config(target: Capabilities) -> tuple[int, int]:
-    """Return (ids per program, warps) of the kernels that sort ids."""
-    return 512, 4
+def sort_config(target: Capabilities) -> MapConfig:
+    return MapConfig(512, 4)
 
 
 # ---- gathered rows --------------------------------------------------------------------------------------

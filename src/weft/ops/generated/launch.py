@@ -19,8 +19,7 @@ from ..common.rows import STRIPE, align_of
 from ..common.sums import sum_rows
 from ..quantize.launch import quantize_into
 from .kernels import kernel_for
-from .lowering import Scalar, Typed, kind_of
-from .op import DTYPES, PLAIN
+from .lowering import DTYPES, PLAIN, Scalar, Typed, kind_of
 from .rows import LONGEST_TILE, scans_both_ways
 from .text import Form, Operand
 

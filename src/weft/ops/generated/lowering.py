@@ -16,6 +16,14 @@ from .primitives import FLOATS, PRIMITIVES, TYPES, clamped
 FLOAT = torch.float32  # the type of all floats in a function; fp64 where the reference is given that
 NAMES = {dtype: name for name, dtype in TYPES.items() if name not in FLOATS} | {FLOAT: "float32"}
 
+# Dtypes that the arguments of a function may have.
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+)
+
+# The arguments `quantize`, `rowwise` and `columnwise` of a call whose result is not quantized.
+PLAIN = (None, True, False)
 
 TENSOR, ELEMENT, NUMBER = range(3)
 

@@ -33,14 +33,6 @@ from .rows import serves_rows
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 
-DTYPES = (
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-)
-
-# The arguments `quantize`, `rowwise` and `columnwise` of a call whose result is not quantized.
-PLAIN = (None, True, False)
-
 # Variants for one set of dtypes: flat or with up to three dimensions before the last, which of the operands vary along
 # them, alignment, sizes below 2^30 or not.
 VARIANTS = 64

@@ -23,8 +23,8 @@ from ...runtime import is_observed
 from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
 from ..common.results import Result, result_options
 from .expression import gradients, parameters_of, trace, traced
-from .lowering import Scalar
-from .op import DTYPES, PLAIN, broadcast, define
+from .lowering import DTYPES, PLAIN, Scalar
+from .op import broadcast, define
 from .primitives import OF_ROWS
 
 NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
