@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import weft
 from weft.cli import main, names, screen
 from weft.cli.figures import Figures
 from weft.cli.screen import Steps
@@ -69,6 +70,14 @@ def test_every_command_takes_the_public_name_of_an_op(
     """`--op rms_norm` is understood: the refusal concerns the workload, and its message names the ops."""
     said = refused([*WITH_OP[command], "--op", "rms_norm", "--workload", "zzz"], capsys)
     assert said.startswith("no workload of norm_backward, norm has 'zzz' in its name")
+
+
+def test_ops_of_a_program_are_not_among_those_that_commands_take_by_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They have no workloads."""
+    assert weft.pointwise(lambda x: x + 1).op.name in weft.catalogue
+    assert "Weft has no kernels for mps" in refused(["tune", "--device", "mps"], capsys)
 
 
 @pytest.mark.parametrize("command", WITH_OP)

@@ -27,7 +27,7 @@ import weft
 from weft.cli import main
 from weft.lab.assumptions import _check, holding
 from weft.lab.commands.prove import lost, prove_workload
-from weft.lab.families import FAMILIES, WORKLOADS, Workload, loaded_of
+from weft.lab.families import FAMILIES, OPS, WORKLOADS, Workload, loaded_of
 from weft.lab.symbolic import contracts
 from weft.lab.symbolic.contracts import (
     Region,
@@ -40,7 +40,6 @@ from weft.lab.symbolic.contracts import (
 from weft.lab.symbolic.loaded import Given, Loaded, within
 from weft.lab.symbolic.proofs import EFFORT, proven
 from weft.lab.symbolic.tracing import Launched, Pointer, Size
-from weft.runtime import catalogue
 
 TARGET = "sm_90"
 COMMITTED = Path(__file__).parents[2] / "docs" / "runs" / "prove.json"
@@ -443,7 +442,7 @@ def test_seemingly_lost_proofs_are_retried_with_more_effort(
 
 
 def test_every_op_is_in_the_table() -> None:
-    assert {each["op"] for each in committed()["workloads"]} == set(catalogue)
+    assert {each["op"] for each in committed()["workloads"]} == set(OPS)
 
 
 def test_the_quickest_of_the_table_is_still_proven(tmp_path: Path) -> None:
@@ -455,7 +454,7 @@ def test_the_quickest_of_the_table_is_still_proven(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", catalogue)
+@pytest.mark.parametrize("op", OPS)
 def test_the_table_is_still_proven(op: str) -> None:
     regions = str(committed()["regions"])
     assert (

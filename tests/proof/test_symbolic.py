@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.lab.families import WORKLOADS, Workload
+from weft.lab.families import OPS, WORKLOADS, Workload
 from weft.lab.selection import by_kernels
 from weft.lab.symbolic.tracing import (
     Launched,
@@ -28,7 +28,7 @@ from weft.lab.symbolic.tracing import (
 )
 from weft.ops.heads import launch as heads
 from weft.ops.heads.angles import turns
-from weft.runtime import Launch, Op, catalogue
+from weft.runtime import Launch, Op
 
 TARGET = "sm_90"
 BY_DAY = ("norm", "glu", "matmul")
@@ -81,7 +81,7 @@ def workloads_of(op: str) -> list[Workload]:
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=[] if op in BY_DAY else pytest.mark.slow) for op in catalogue]
+    "op", [pytest.param(op, marks=[] if op in BY_DAY else pytest.mark.slow) for op in OPS]
 )
 def test_symbols_and_integers_launch_the_same(op: str) -> None:
     draw = random.Random(op)
@@ -112,7 +112,7 @@ def test_a_trace_stands_for_its_region() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", catalogue)
+@pytest.mark.parametrize("op", OPS)
 def test_traces_stand_for_their_regions(op: str) -> None:
     """Every op: sizes near a trace's that satisfy its guards launch what its expressions say."""
     draw = random.Random(op)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ...cli.names import made_of, nearest, public_ops, wrapped
 from ...cli.screen import Refused
-from ...runtime import catalogue
-from ..families import WORKLOADS, Workload, for_op
+from ..families import OPS, WORKLOADS, Workload, for_op
 
 # Help of `--workload` where `one_each` selects.
 INSTEAD = "all workloads with this in their name, instead of one per op; may be repeated"
@@ -46,4 +45,4 @@ def one_each(args: argparse.Namespace) -> list[Workload]:
     """Return the workloads that `--workload` selects, or by default the first one of each op."""
     if args.workload:
         return workloads_named(args.workload, args.op)
-    return [for_op(op)[0] for op in args.op or catalogue]
+    return [for_op(op)[0] for op in args.op or OPS]

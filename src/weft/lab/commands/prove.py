@@ -22,8 +22,8 @@ from ...cli.figures import Figures
 from ...cli.interrupt import deaf_children, die_with_parent, kill_children
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
-from ...runtime import TARGETS, catalogue
-from ..families import WORKLOADS, Workload
+from ...runtime import TARGETS
+from ..families import OPS, WORKLOADS, Workload
 from .chosen import workloads_named
 from .reports import read_report
 
@@ -111,7 +111,7 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
 
     if args.workload:
         return workloads_named(args.workload, args.op)
-    return [workload for op in args.op or catalogue for workload in by_kernels(op, args.target)]
+    return [workload for op in args.op or OPS for workload in by_kernels(op, args.target)]
 
 
 def _prove(names: Sequence[str], args: argparse.Namespace, effort: int = 1) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ from ...cli.figures import Figures
 from ...cli.names import check_names
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
-from ...runtime import capabilities_of, catalogue, loom
-from ..families import Workload, distinct, for_op
+from ...runtime import capabilities_of, loom
+from ..families import OPS, Workload, distinct, for_op
 from .chosen import workloads_named
 
 SCHEMA = 1  # of the JSON; incremented when the meaning of a field changes
@@ -126,7 +126,7 @@ def chosen(args: argparse.Namespace) -> list[Workload]:
     """Return the workloads to verify: one for each kernel (`--quick`), for each set of options, or (`--full`) all."""
     from ..selection import by_kernels, by_options
 
-    ops = args.op or list(catalogue)
+    ops = args.op or OPS
     if args.workload:
         return workloads_named(args.workload, args.op)
     if args.full:

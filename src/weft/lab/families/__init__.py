@@ -23,6 +23,7 @@ from ..truth import Truth
 
 __all__ = [
     "FAMILIES",
+    "OPS",
     "WORKLOADS",
     "Call",
     "Inputs",
@@ -54,6 +55,7 @@ FAMILIES: tuple[Family, ...] = tuple(
     if not module.name.startswith("_")
 )
 WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.workloads)
+OPS: tuple[str, ...] = tuple(dict.fromkeys(workload.op for workload in WORKLOADS))  # not those of a program's own
 
 _FLOPS = _merged(family.flops for family in FAMILIES)
 _TRUTHS = _merged(family.truths for family in FAMILIES)
