@@ -319,7 +319,7 @@ class Op(Generic[A, O]):
             return self.outputs.build(*outputs)
         if self.validate is not None:
             self.validate(a)
-        allocated = targets if None not in targets else self.outputs.flatten(self.allocate(a))
+        allocated = targets if all(t is not None for t in targets) else self.outputs.flatten(self.allocate(a))
         filled = self.outputs.build(
             *(new if target is None else target for target, new in zip(targets, allocated, strict=True))
         )

@@ -11,6 +11,7 @@ from .scores import sigmoid, softplus
 
 @triton.jit
 def _sigmoid(z):
+    """Return 1 / (1 + exp(-z)); 0 below -88, where `sigmoid` is more than 0 and costs a branch more."""
     return 1.0 / (1.0 + tl.exp(-z))
 
 

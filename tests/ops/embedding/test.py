@@ -19,7 +19,10 @@ import weft
 from tests.catalogue.layouts import far_apart
 from tests.ops.embedding import ranks_embedding as ranks
 from weft.lab.traffic import totals
-from weft.ops.embedding.arguments import PART
+from weft.ops.common.results import plain_result
+from weft.ops.embedding.arguments import PART, GatherArgs, SumRowsArgs, SumRowsOutputs
+from weft.ops.embedding.gather import gather_op, sum_rows_op
+from weft.quant import PLAIN
 from weft.runtime import choosing_for
 
 
@@ -276,6 +279,28 @@ def test_quantized_results(format: str, target: str) -> None:
             assert torch.equal(mine.scale.float(), its.scale.float())
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_a_scale_for_each_of_long_rows(target: str) -> None:
+    """No program reads a row of this length at once."""
+    weight, ids = torch.randn(4, 20_000), torch.tensor([3, 0, 3])
+    with choosing_for(target):
+        got = weft.embedding(ids, weight, quantize="row")
+    wanted = weft.quantize(weight[ids], "row")
+    assert torch.equal(got.rowwise.data.view(torch.uint8), wanted.rowwise.data.view(torch.uint8))
+    assert torch.equal(got.rowwise.scale, wanted.rowwise.scale)
+
+
+@pytest.mark.parametrize("format", ["1x128", "nvfp4"])
+def test_codes_in_a_compiled_graph(format: str) -> None:
+    def rows(ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        y = weft.embedding(ids, table, quantize="mx", columnwise=True)
+        return y.dequantize(), weft.gather_rows(table, ids).dequantize()
+
+    table, ids = weft.quantize(torch.randn(50, 256), format), torch.randint(0, 50, (2, 10))
+    got = torch.compile(rows, fullgraph=True, backend="aot_eager")(ids, table)
+    assert all(map(torch.equal, got, rows(ids, table)))
+
+
 def test_gradient_through_a_quantized_result() -> None:
     weight, ids = torch.randn(10, 128, requires_grad=True), torch.randint(0, 10, (30,))
     weft.embedding(ids, weight, quantize="1x128").dequantize().sum().backward()
@@ -393,6 +418,15 @@ def test_rows_added_in_place(dtype: torch.dtype) -> None:
     assert ((out.double() - truth).abs() <= limit).all()
 
 
+def test_float64_keeps_its_digits() -> None:
+    out = torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    third = out.clone()
+    ids, x = torch.tensor([1, 1]), torch.ones(2, 3)
+    args = SumRowsArgs(x, ids, 2, 0, -1, 1.0, False, torch.float64, out)
+    sum_rows_op.into(SumRowsOutputs(out), args)
+    assert torch.equal(out, third + torch.tensor([[0.0], [2.0]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_sums_of_segments(dtype: torch.dtype) -> None:
     lengths = torch.tensor([0, 3, 700, 0, 1, 256, 257])
@@ -450,9 +484,34 @@ def test_tiles_of_gpus(target: str) -> None:
         (lambda: weft.index_add_(torch.ones(3), torch.ones(3).long(), torch.ones(3, requires_grad=True)), "no_grad"),
         (lambda: weft.index_add_(x := torch.ones(3), torch.ones(3).long(), x), "shares memory"),
         (lambda: weft.index_add_(torch.ones(3), torch.ones(2).long(), torch.ones(3)), "index must have the shape"),
+        (lambda: weft.index_add_(torch.ones(3).double(), torch.ones(3).long(), torch.ones(3)), "x must be float64"),
+        (lambda: weft.embedding(torch.ones(3).long(), x := torch.ones(2, 2), main_grad=x.double()), "main_grad"),
         (lambda: weft.segment_sum(torch.ones(3), torch.ones(2, 2).long()), r"ends must be \[segments\]"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ids": torch.tensor([1.7])}, "ids must be int32 or int64"),
+        ({"table": torch.ones(4)}, r"the table must be \[rows, D\]"),
+        ({"table": torch.empty(2**31, 1, device="meta"), "ids": torch.ones(1, device="meta").int()}, "at most 2"),
+        ({"x": torch.ones(2, 4)}, "each row of x has an id"),
+        ({"ids": torch.tensor([1.7]), "x": torch.ones(1, 4)}, "ids must be int32 or int64"),
+        ({"x": torch.ones(1, 4), "onto": torch.ones(3, 2)}, r"onto must have the shape \(7, 4\)"),
+        ({"x": torch.ones(1, 4), "onto": torch.ones(7, 4).bfloat16()}, "onto must be float32"),
+    ],
+)  # fmt: skip
+def test_ops_refuse_what_they_would_misread(changes: dict[str, Any], words: str) -> None:
+    ids = torch.tensor([1])
+    options = plain_result(torch.float32)
+    gathered = GatherArgs(torch.ones(2, 4), PLAIN, ids, 0, 2, 0.0, 1.0, -1, False, options)
+    summed = SumRowsArgs(torch.ones(1, 4), ids, 7, 0, -1, 1.0, False, torch.float32, None)
+    op: Any = sum_rows_op if "x" in changes else gather_op
+    a: Any = summed if "x" in changes else gathered
+    with pytest.raises(ValueError, match=words):
+        op(a._replace(**changes))

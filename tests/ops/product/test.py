@@ -415,6 +415,10 @@ def _rotated(*shape: int) -> QTensor:
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), glu="silu"), "2N"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 6), glu="silu", activation="silu"), "give one"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), accumulate=True), "out="),
+        (
+            lambda: weft.matmul(_plain(4, 8), _plain(8, 5), residual=torch.ones(4, 5).double()),
+            "residual must be",
+        ),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), bias=_plain(4)), "shape"),
         (lambda: weft.matmul(_plain(4, 8), _plain(8, 5), residual=_plain(4)), "shape"),
         (lambda: weft.matmul(_plain(4, 8), weft.quantize(_plain(8, 5), "1x128")), "column-wise"),

@@ -361,6 +361,12 @@ _ENDS = torch.tensor([3, 5])
         (lambda: weft.grouped_wgrad(_plain(5, 8), _plain(5, 8), _ENDS, accumulate=True), "out="),
         (
             lambda: weft.grouped_wgrad(
+                _plain(5, 8), _plain(5, 8), _ENDS, out=_plain(2, 8, 8).double(), accumulate=True
+            ),
+            "out must be bfloat16",
+        ),
+        (
+            lambda: weft.grouped_wgrad(
                 *(weft.quantize(_plain(5, 8), "mx", columnwise=True) for _ in range(2)), _ENDS
             ),
             "align=32",

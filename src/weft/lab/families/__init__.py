@@ -55,7 +55,8 @@ FAMILIES: tuple[Family, ...] = tuple(
     if not module.name.startswith("_")
 )
 WORKLOADS: tuple[Workload, ...] = tuple(workload for family in FAMILIES for workload in family.workloads)
-OPS: tuple[str, ...] = tuple(dict.fromkeys(workload.op for workload in WORKLOADS))  # not those of a program's own
+# Those that a program defines itself have no workloads.
+OPS: tuple[str, ...] = tuple(dict.fromkeys(workload.op for workload in WORKLOADS))
 
 _FLOPS = _merged(family.flops for family in FAMILIES)
 _TRUTHS = _merged(family.truths for family in FAMILIES)

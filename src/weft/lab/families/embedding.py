@@ -120,8 +120,8 @@ WORKLOADS: tuple[Workload, ...] = (
 
 def _summed(x: Tensor, ids: Tensor, rows: int, skipped: int, scale: float) -> Near:
     """Return sums of rows in float64. Each addition in fp32 rounds, and so does the factor."""
-    total, size, count = torch.zeros(2, rows, x.shape[1], dtype=torch.float64), None, torch.zeros(rows, 1)
-    y, size = total
+    y, size = torch.zeros(2, rows, x.shape[1], dtype=torch.float64)
+    count = torch.zeros(rows, 1)
     for row, id in zip(x.double(), ids.tolist(), strict=True):
         if 0 <= id < rows and id != skipped:
             y[id] += row

@@ -172,7 +172,7 @@ def main_grad_of(weight: Tensor, given: Tensor | None = None) -> Tensor | None:
     """Return the tensor to which the gradient of a weight is added: `given`, or its attribute `main_grad`; or None."""
     main = getattr(weight, "main_grad", None) if given is None else given
     if main is not None:
-        check_tensor("main_grad", main, FLOATS, weight.device, tuple(weight.shape))
+        check_tensor("main_grad", main, dtypes_beside(weight.dtype), weight.device, tuple(weight.shape))
         if not main.is_contiguous():
             raise ValueError(f"main_grad must be contiguous; got strides {main.stride()}")
     return main
@@ -182,7 +182,7 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
     """Raise an error unless `out_dtype` is None or a dtype that a plain result can have."""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ValueError(
-            f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. Use quantize= for codes"
+            f"out_dtype must be {_words(FLOATS)}, or None; got {out_dtype!r}. For codes use quantize=, or weft.quantize"
         )
 
 

@@ -17,28 +17,41 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format, QTensor
 from ...quant.copies import check_codes
 from ...runtime import LATER, Backward, Gradients, Op, Present, Sharding
+from ..common.checks import INTEGERS, check_tensor
 from ..common.quantized import register_codes
 from ..common.results import allocate_result, plain_result
 from .arguments import GatherArgs, GatherOutputs, SumRowsArgs, SumRowsOutputs
 from .reference import gather_reference, sum_rows_reference
 
 
+def _check_ids(ids: Tensor, rows: int) -> None:
+    """Raise an error unless ids can be sorted by row: places and rows are int32."""
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"ids must be int32 or int64; got {ids.dtype}")
+    if max(ids.numel(), rows) >= 2**31:
+        raise ValueError(f"at most 2**31 - 1 ids and rows are served; got {ids.numel()} ids, {rows} rows")
+
+
 class SumRowsOp(Op[SumRowsArgs, SumRowsOutputs], name="sum_rows", variants=32):
     def validate(self, a: SumRowsArgs) -> None:
+        _check_ids(a.ids, a.rows)
         if a.ids.shape != a.x.shape[:-1]:
             raise ValueError(
                 f"each row of x has an id: {tuple(a.x.shape[:-1])} of them; got {tuple(a.ids.shape)}"
             )
+        if a.onto is not None:
+            check_tensor("onto", a.onto, (a.dtype,), a.x.device, (a.rows, a.x.shape[-1]))
 
     def allocate(self, a: SumRowsArgs) -> SumRowsOutputs:
         return SumRowsOutputs(torch.empty(a.rows, a.x.shape[-1], dtype=a.dtype, device=a.x.device))
 
     def serves_call(self, a: SumRowsArgs) -> bool:
-        return self.serves(a.x) and a.rows > 0
+        return self.serves(a.x) and a.rows > 0 and a.dtype is not torch.float64  # kernels add in fp32
 
     @cached_property
     def launch(self) -> Callable[[SumRowsOutputs, SumRowsArgs], None]:
@@ -74,7 +87,10 @@ sum_rows_op = SumRowsOp()
 
 class GatherOp(Op[GatherArgs, GatherOutputs], name="gather", variants=48):
     def validate(self, a: GatherArgs) -> None:
+        if a.table.dim() != 2:
+            raise ValueError(f"the table must be [rows, D]; got {tuple(a.table.shape)}")
         rows, cols = a.table.shape
+        _check_ids(a.ids, rows)
         check_codes("the table", a.codes, rows, cols)
         if a.moved and (a.codes.data is None or a.result.format != a.codes.format):
             raise ValueError("moved rows are codes of the result's format")

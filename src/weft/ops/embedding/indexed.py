@@ -16,10 +16,21 @@ from torch import Tensor
 
 from ...quant import PLAIN, QTensor
 from ...quant.straight import take_apart
-from ..common.checks import FLOATS, INTEGERS, check_disjoint, check_input, check_tensor, real
+from ..common.checks import (
+    FLOATS,
+    INTEGERS,
+    check_disjoint,
+    check_input,
+    check_out_dtype,
+    check_tensor,
+    dtypes_beside,
+    real,
+)
 from ..common.results import ResultOptions, plain_result
 from .arguments import GatherArgs, SumRowsArgs, SumRowsOutputs
 from .gather import gather_op, sum_rows_op, table_codes
+
+MOVABLE = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -42,7 +53,7 @@ def gather_rows(x: Tensor | QTensor, index: Tensor) -> Tensor | QTensor:
             [0., 0.]])
     """
     if isinstance(x, QTensor):
-        codes = table_codes(x)
+        table_codes(x)
         if x.format.block_rows != 1:
             raise ValueError(
                 f"blocks of {x.spec} are not within one row: dequantize it, or use 1x128, mx or row"
@@ -60,9 +71,6 @@ def gather_rows(x: Tensor | QTensor, index: Tensor) -> Tensor | QTensor:
     return y.view(*index.shape, *x.shape[1:])
 
 
-MOVABLE = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
 def index_add_(out: Tensor, index: Tensor, x: Tensor, *, alpha: float = 1.0) -> Tensor:
     """Add rows of x to rows of `out`, in place: `out[index[t]] += alpha * x[t]` for each t in ascending order.
 
@@ -72,7 +80,7 @@ def index_add_(out: Tensor, index: Tensor, x: Tensor, *, alpha: float = 1.0) -> 
     - `alpha`: factor of the sums, in fp32.
 
     Rows of one index are summed in fp32 in parts of 256, and added to `out` with one rounding: the same bits in every
-    run. For inference and optimizers; with gradients, use `out + weft.segment_sum(...)` or `torch.index_add`.
+    run. For inference and optimizers; with gradients, use `torch.index_add`.
 
     >>> import torch, weft
     >>> weft.index_add_(torch.zeros(2, 2), torch.tensor([1, 1]), torch.ones(2, 2))
@@ -80,9 +88,9 @@ def index_add_(out: Tensor, index: Tensor, x: Tensor, *, alpha: float = 1.0) -> 
             [2., 2.]])
     """
     check_input("out", out, FLOATS)
-    check_input("x", x, FLOATS if out.dtype is torch.float64 else FLOATS[:3])
-    check_tensor("index", index, INTEGERS, out.device, x.shape[:1])
+    check_input("x", x, dtypes_beside(out.dtype))
     check_tensor("x", x, FLOATS, out.device, (x.shape[0], *out.shape[1:]))
+    check_tensor("index", index, INTEGERS, out.device, x.shape[:1])
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous; its strides are {out.stride()}")
     if torch.is_grad_enabled() and (out.requires_grad or x.requires_grad):
@@ -116,8 +124,7 @@ def segment_sum(x: Tensor, ends: Tensor, *, out_dtype: torch.dtype | None = None
     check_tensor("ends", ends, INTEGERS, x.device)
     if ends.dim() != 1:
         raise ValueError(f"ends must be [segments], the end of each; got {tuple(ends.shape)}")
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype must be a float dtype; got {out_dtype}")
+    check_out_dtype(out_dtype)
     row = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
     segment = torch.searchsorted(ends, row, right=True, out_int32=True)
     args = SumRowsArgs(_as_rows(x), segment, len(ends), 0, -1, 1.0, True, out_dtype or x.dtype, None)

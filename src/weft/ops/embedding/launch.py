@@ -15,6 +15,7 @@ from ..common.passes import make_copies
 from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows, tile_warps
 from ..moe.row_map.arguments import RowMapArgs, RowMapOutputs
 from ..moe.row_map.launch import MapConfig, launch_row_map
+from ..quantize.launch import quantize_into
 from .arguments import PART, GatherArgs, GatherOutputs, SumRowsArgs, SumRowsOutputs
 from .kernels import (
     Sums,
@@ -26,6 +27,7 @@ from .kernels import (
 )
 from .reference import moved_scales
 
+LONGEST_TILE = 16384  # elements of a row with one scale that a program reads at once
 DIGIT_BITS = 10  # at most, of a digit by which ids are sorted: a program counts each of its values
 
 
@@ -37,7 +39,7 @@ class GatherConfig(NamedTuple):
     num_warps: int
 
 
-@choice("gather", rows=(1, 64), tile=(64, 16384), num_warps=(1, 16))
+@choice("gather", rows=(1, 64), tile=(64, LONGEST_TILE), num_warps=(1, 16))
 def gather_config(cols: int, coded: bool, by_row: bool, target: Capabilities) -> GatherConfig:
     """Choose tiles of 2048 elements, 16 per thread, along one row if it is long enough; on a CPU within one row.
     `by_row`: a result with a scale for each row needs it whole."""
@@ -112,9 +114,9 @@ class _Gather:
         if format is not None and stripes:
             tile, warps = stripe_config("gather", format.block, align, self.target)
             rows = STRIPE
-            count_stripes(count, cols)
+        blocks = count_stripes(count, cols) if stripes else -(-count // rows)
         tiles = -(-cols // tile)
-        programs = -(-count // rows) * tiles
+        programs = blocks * tiles
         launch = Launch.of(
             gather_kernel,
             num_warps=warps,
@@ -180,6 +182,10 @@ def launch_gather(o: GatherOutputs, a: GatherArgs) -> None:
         _Gather(a).run(o.result.y)
     else:
         call, block = _Gather(a), Format.of(a.result.format).block
+        if block == "row" and call.cols > LONGEST_TILE:
+            y = torch.empty((call.ids.numel(), call.cols), dtype=torch.float32, device=call.ids.device)
+            call.run(y)
+            return quantize_into(o.result, a.result, y)
         make_copies(
             o.result, a.result, call.rows_pass, call.stripes_pass, direct=block != "128x128", statistics=False
         )
@@ -202,7 +208,7 @@ def _digits(rows: int) -> list[tuple[int, int]]:
     return [(1 << low, 1 << min(step, bits - low)) for low in range(0, bits, step)]
 
 
-class _Sums:
+class _Sorting:
     """Kernels that bring the rows of one call in order."""
 
     def __init__(self, a: SumRowsArgs) -> None:
@@ -272,7 +278,7 @@ def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
         o.y.zero_()
     elif a.onto is not o.y:
         o.y.copy_(a.onto)
-    call, x = _Sums(a), flat_rows(a.x)
+    call, x = _Sorting(a), flat_rows(a.x)
     cols, count = x.shape[1], call.count
     order, row = call.sorted()
     part, target = call.parts(row)

@@ -19,7 +19,7 @@ from ..common.rows import STRIPE, align_of
 from ..common.sums import sum_rows
 from ..quantize.launch import quantize_into
 from .kernels import kernel_for
-from .lowering import DTYPES, PLAIN, Scalar, Typed, kind_of
+from .lowering import DTYPES, UNQUANTIZED, Scalar, Typed, kind_of
 from .rows import LONGEST_TILE, scans_both_ways
 from .text import Form, Operand
 
@@ -124,7 +124,7 @@ def plan(
     described = [each for each, t in zip(layout, tensors, strict=True) if t is not None]
     if any(dtype not in DTYPES or device != described[0][3] for _, _, dtype, device in described):
         return None
-    a = op.arguments.cls(*tensors, *numbers, out_dtype, *PLAIN)
+    a = op.arguments.cls(*tensors, *numbers, out_dtype, *UNQUANTIZED)
     if not op.has_kernel(a, op.tensors(a).values()):
         return None
     outputs = op.by_result(op.allocate(a))

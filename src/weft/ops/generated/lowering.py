@@ -23,7 +23,7 @@ DTYPES = (
 )
 
 # The arguments `quantize`, `rowwise` and `columnwise` of a call whose result is not quantized.
-PLAIN = (None, True, False)
+UNQUANTIZED = (None, True, False)
 
 TENSOR, ELEMENT, NUMBER = range(3)
 

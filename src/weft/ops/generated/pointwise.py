@@ -23,7 +23,7 @@ from ...runtime import is_observed
 from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
 from ..common.results import Result, result_options
 from .expression import gradients, parameters_of, trace, traced
-from .lowering import DTYPES, PLAIN, Scalar
+from .lowering import DTYPES, UNQUANTIZED, Scalar
 from .op import broadcast, define
 from .primitives import OF_ROWS
 
@@ -168,7 +168,7 @@ class Pointwise:
             )
         if out_dtype is not None:
             check_out_dtype(out_dtype)
-        return self.op.arguments.cls(*tensors, *numbers, out_dtype, *PLAIN)
+        return self.op.arguments.cls(*tensors, *numbers, out_dtype, *UNQUANTIZED)
 
     def _quantized(
         self, a: Any, out: Any, quantize: Format | str | None, rowwise: bool, columnwise: bool
@@ -198,7 +198,7 @@ class Pointwise:
                 f"quantize= is for floats with a last dimension, and the result of {self.name} {what}"
             )
         stored = (options.format, options.rowwise, options.columnwise)
-        result: Result = self.op(self.op.arguments.cls(*a[: -len(PLAIN)], *stored))
+        result: Result = self.op(self.op.arguments.cls(*a[: -len(UNQUANTIZED)], *stored))
         return result.value(options)
 
     def _into(self, out: tuple[Tensor, ...], a: Any) -> Any:

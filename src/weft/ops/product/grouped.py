@@ -27,7 +27,7 @@ from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import Act
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, whole
 from ..common.groups import Groups, group_spans
 from ..common.quantized import register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
@@ -393,7 +393,7 @@ def grouped_wgrad(
     groups = ends.shape[0]
     shape = (groups, dy.shape[1], x.shape[1])
     if out is not None:
-        check_tensor("out", out, FLOATS, dy.device, shape)
+        check_tensor("out", out, dtypes_beside(dy.dtype) if accumulate else FLOATS, dy.device, shape)
     elif accumulate:
         raise ValueError("accumulate=True adds to out=…: pass out=")
     args = WgradArgs(

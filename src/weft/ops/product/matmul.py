@@ -36,7 +36,7 @@ from ...quant.reference import dequantize_copy
 from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import ACTIVATIONS, Act, activation_reference
-from ..common.checks import FLOATS, check_input, check_tensor, real
+from ..common.checks import FLOATS, check_input, check_tensor, dtypes_beside, real
 from ..common.quantized import register, register_codes
 from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
 from ..common.rows import compute_dtype
@@ -309,7 +309,9 @@ def matmul(
             raise ValueError("accumulate=True needs an unquantized out: leave out quantize=")
         residual = out
     if residual is not None:
-        check_tensor("residual", residual, FLOATS, a.device, shape)
+        check_tensor(
+            "out" if accumulate else "residual", residual, dtypes_beside(left.dtype), a.device, shape
+        )
         residual = residual.reshape(*left.shape[:-1], n)
     factor = 1.0 if alpha is None or isinstance(alpha, Tensor) else real("alpha", alpha)
     scale = alpha if isinstance(alpha, Tensor) else None
