@@ -1,0 +1,1 @@
+"""From logits to tokens: selection of the largest, processed logits, draws, and verification of drafts."""
