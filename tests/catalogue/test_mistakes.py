@@ -307,6 +307,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "row_map": {"routing": EXPERTS, "experts": 4},
     "permute": {"x": X, "rows": ROWS, "probs": torch.rand(8, 2)},
     "unpermute": {"y": Y, "rows": ROWS, "probs": torch.rand(8, 2), "carried": torch.rand(len(Y))},
+    "process_logits": {
+        "logits": X, "counts": torch.ones(8, 64, dtype=torch.int32), "prompt": X > 0, "bias": W,
+        "allowed": torch.ones(8, 2, dtype=torch.int32), "out": torch.zeros(8, 64),
+    },
     "rope": {"x": Q, "rotation": weft.Rotation(1e4), "positions": torch.arange(8)},
     "qkv_prepare": {
         "qkv": Q, "k": K, "v": K, "rotation": weft.Rotation(1e4), "positions": torch.arange(8),
@@ -321,6 +325,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "index_add_": {"out": torch.zeros(100, 64), "index": LABELS, "x": X},
     "segment_sum": {"x": X, "ends": torch.tensor([3, 8])},
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
+    "verify": {
+        "logits": X.view(2, 4, 64), "drafts": LABELS[:6].view(2, 3), "draft_probs": torch.rand(2, 3, 64),
+    },
     "softmax": {"x": X},
     "log_softmax": {"x": X},
     "logsumexp": {"x": X},

@@ -47,6 +47,9 @@ from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
 from .rows.xielu import xielu
+from .sampling.process.process import process_logits
+from .sampling.verify.arguments import Relaxed, Verified
+from .sampling.verify.verify import verify
 
 connect(Ops(dequantize_codes, run))
 
@@ -70,10 +73,12 @@ __all__ = [
     "KVCache",
     "LogProbs",
     "Recipe",
+    "Relaxed",
     "Rotation",
     "Routing",
     "RowMap",
     "Shards",
+    "Verified",
     "VocabShard",
     "any_nonfinite",
     "attention",
@@ -106,6 +111,7 @@ __all__ = [
     "mla_decode",
     "permute",
     "pointwise",
+    "process_logits",
     "qkv_prepare",
     "quantize",
     "record_engines",
@@ -119,5 +125,6 @@ __all__ = [
     "segment_sum",
     "softmax",
     "unpermute",
+    "verify",
     "xielu",
 ]

@@ -6,27 +6,28 @@ from ..language import tl, triton
 # Streams: each use of the numbers of a step has its own.
 GUMBEL = tl.constexpr(0)
 ACCEPT = tl.constexpr(1)
+RESIDUAL = tl.constexpr(2)  # a drafter may have drawn from the first one with the same seed and step
 
 
 @triton.jit
-def random_bits(seed, step, token, STREAM: tl.constexpr):
+def random_bits(seed, step, token, stream):
     """Return 32 random bits for each token: number token % 4 of the Philox block with the key `seed` and the counter
-    (token // 4, step, STREAM). `seed` and `step` are int64, in shapes that broadcast with the tokens."""
+    (token // 4, step, stream). `seed` and `step` are int64, in shapes that broadcast with the tokens."""
     low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
     block = (token >> 2).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, block, low, high, (step * 0).to(tl.uint32) + STREAM)
+    a, b, c, d = tl.philox(seed, block, low, high, (step * 0).to(tl.uint32) + stream)
     odd = (token & 1) == 1
     return tl.where((token & 2) == 2, tl.where(odd, d, c), tl.where(odd, b, a))
 
 
 @triton.jit
-def random_tile(seed, step, first, TOKENS: tl.constexpr, STREAM: tl.constexpr):
+def random_tile(seed, step, first, TOKENS: tl.constexpr, stream):
     """Return `random_bits` [ROWS, TOKENS] of the tokens from `first` on, a multiple of 4: a block serves four of them.
     `seed` and `step` are [ROWS]."""
     low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
     block = (first // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)[None, :]
-    stream = (step * 0).to(tl.uint32) + STREAM
-    a, b, c, d = tl.philox(seed[:, None], block, low[:, None], high[:, None], stream[:, None])
+    streams = (step * 0).to(tl.uint32) + stream
+    a, b, c, d = tl.philox(seed[:, None], block, low[:, None], high[:, None], streams[:, None])
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (seed.shape[0], TOKENS))
 
 

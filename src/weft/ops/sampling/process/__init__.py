@@ -1,0 +1,1 @@
+"""Logits as requests want them: penalties, biases, allowed tokens, temperatures."""
