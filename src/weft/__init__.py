@@ -76,8 +76,10 @@ from .ops import (
     router_linear,
     row_map,
     rowwise,
+    sample,
     segment_sum,
     softmax,
+    top_k,
     unpermute,
     xielu,
 )
@@ -153,10 +155,12 @@ __all__ = [
     "router_linear",
     "row_map",
     "rowwise",
+    "sample",
     "scale_from_amax",
     "segment_sum",
     "set_backend",
     "softmax",
+    "top_k",
     "unpermute",
     "xielu",
 ]

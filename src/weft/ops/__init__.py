@@ -47,6 +47,9 @@ from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
 from .rows.xielu import xielu
+from .sampling.arguments import Sampled, TopK
+from .sampling.sample import sample
+from .sampling.top_k import top_k
 
 connect(Ops(dequantize_codes, run))
 
@@ -73,7 +76,9 @@ __all__ = [
     "Rotation",
     "Routing",
     "RowMap",
+    "Sampled",
     "Shards",
+    "TopK",
     "VocabShard",
     "any_nonfinite",
     "attention",
@@ -116,8 +121,10 @@ __all__ = [
     "router_linear",
     "row_map",
     "rowwise",
+    "sample",
     "segment_sum",
     "softmax",
+    "top_k",
     "unpermute",
     "xielu",
 ]

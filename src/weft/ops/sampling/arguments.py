@@ -30,8 +30,8 @@ class SampleArgs(NamedTuple):
     top_k: Tensor | None  # int32 or int64 [B]: tokens to keep; all if it is below 1
     top_p: Tensor | None  # fp32 [B]: mass to keep
     min_p: Tensor | None  # fp32 [B]: probability to keep, as a part of the largest
-    seed: Tensor  # int64 [B] or [1]
-    step: Tensor  # int64 [B] or [1]
+    seed: Tensor  # int64 [B]
+    step: Tensor  # int64 [B]
     temperature_number: float
     top_k_number: int
     top_p_number: float

@@ -397,7 +397,7 @@ def choose_kernel(
             order = seen + tl.cumsum(equal.to(tl.int32), axis=0)
             kept = (rank_i > t) | (equal & (order <= ties))
             kept = kept & (_exponentials(z_i, m) >= least) & (z_i > -float("inf"))
-            score_t, z_t, token_t = _best(score_i, z_i, col, kept)
+            score_t, z_t, token_t = _best(score_i, z_i, col.to(tl.int32), kept)
             better = (token_t >= 0) & ((best < 0) | (score_t > best_score))
             best_score = tl.where(better, score_t, best_score)
             best_z = tl.where(better, z_t, best_z)

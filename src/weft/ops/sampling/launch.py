@@ -100,11 +100,10 @@ def draw_config(cols: int, target: Capabilities) -> SelectConfig:
 
 
 def _requests(a: SampleArgs) -> Requests:
-    rows = a.logits.shape[:-1].numel()
-    of_row = (int(rows > 1 and each.numel() > 1) for each in (a.seed, a.step))
+    seed, step = a.seed.reshape(-1), a.step.reshape(-1)
     return Requests(
         contiguous(a.temperature), contiguous(a.top_k), contiguous(a.top_p), contiguous(a.min_p),
-        a.seed.contiguous(), a.step.contiguous(), *of_row,
+        seed, step, seed.stride(0), step.stride(0),
     )  # fmt: skip
 
 

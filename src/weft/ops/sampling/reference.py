@@ -71,8 +71,8 @@ def kept_tokens(a: SampleArgs, z: Tensor, m: Tensor, total: Tensor) -> Tensor:
 def sample_reference(a: SampleArgs) -> Sampled:
     """Define the outputs of the op."""
     rows = a.logits.shape[:-1]
-    flat = a.logits.reshape(rows.numel(), -1)
-    cols = flat.shape[1]
+    cols = a.logits.shape[-1]
+    flat = a.logits.reshape(rows.numel(), cols)
     t = (
         torch.full((len(flat),), a.temperature_number, device=flat.device)
         if a.temperature is None

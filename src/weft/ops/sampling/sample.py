@@ -52,7 +52,7 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
         if a.top_k is not None:
             check_tensor("top_k", a.top_k, INTEGERS, device, rows)
         for name, t in (("seed", a.seed), ("step", a.step)):
-            check_tensor(name, t, (torch.int64,), device, rows, (1,))
+            check_tensor(name, t, (torch.int64,), device, rows)
 
     def allocate(self, a: SampleArgs) -> Sampled:
         rows, device = a.logits.shape[:-1], a.logits.device
@@ -69,7 +69,7 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
         return sample_reference(a)
 
     def shard(self, a: SampleArgs) -> Sharding:
-        of_rows = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "...")
+        of_rows = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed", "step"), "...")
         return Sharding(
             {"logits": "... v", **of_rows},
             {"tokens": "...", "logprobs": "...", "lse": "..."},
@@ -85,16 +85,17 @@ def _of_rows(
 ) -> tuple[Tensor | None, float]:
     """Return (tensor with a value for each row or None, number) of a parameter."""
     if isinstance(value, Tensor):
+        value = value.detach()
         return (value.expand(logits.shape[:-1]).contiguous() if value.dim() == 0 else value), off
     number = off if value is None else real(name, value)
     return None, number
 
 
-def integers_of(name: str, value: Tensor | int, device: torch.device) -> Tensor:
-    """Return a seed or a step as an int64 tensor, of each row or with one element."""
-    if isinstance(value, Tensor):
-        return value.reshape(1) if value.dim() == 0 else value
-    return torch.full((1,), whole(name, value), dtype=torch.int64, device=device)
+def integers_of(name: str, value: Tensor | int, rows: torch.Size, device: torch.device) -> Tensor:
+    """Return a seed or a step as an int64 tensor of the rows."""
+    if not isinstance(value, Tensor):
+        value = torch.full((), whole(name, value), dtype=torch.int64, device=device)
+    return value.expand(rows) if value.dim() == 0 else value
 
 
 def sample(
@@ -147,7 +148,7 @@ def sample(
     for name, number in (("top_p", p_number), ("min_p", least_number)):
         if not 0.0 <= number <= 1.0:
             raise ValueError(f"{name} must be from 0 to 1; got {number}")
-    device = logits.device
-    seeds, steps = integers_of("seed", seed, device), integers_of("step", step, device)
+    rows, device = logits.shape[:-1], logits.device
+    seeds, steps = integers_of("seed", seed, rows, device), integers_of("step", step, rows, device)
     numbers = t_number, k_number, p_number, least_number
     return sample_op(SampleArgs(logits.detach(), t, k, p, least, seeds, steps, *numbers, order == "joint"))
