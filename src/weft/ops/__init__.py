@@ -47,7 +47,10 @@ from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
 from .rows.xielu import xielu
+from .sampling.arguments import Sampled, TopK
 from .sampling.process.process import process_logits
+from .sampling.sample import sample
+from .sampling.top_k import top_k
 from .sampling.verify.arguments import Relaxed, Verified
 from .sampling.verify.verify import verify
 
@@ -77,7 +80,9 @@ __all__ = [
     "Rotation",
     "Routing",
     "RowMap",
+    "Sampled",
     "Shards",
+    "TopK",
     "Verified",
     "VocabShard",
     "any_nonfinite",
@@ -122,8 +127,10 @@ __all__ = [
     "router_linear",
     "row_map",
     "rowwise",
+    "sample",
     "segment_sum",
     "softmax",
+    "top_k",
     "unpermute",
     "verify",
     "xielu",

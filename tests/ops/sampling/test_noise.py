@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 import weft  # noqa: F401  chooses the backend
+from weft.ops.sampling import noise
 from weft.tiles.noise import ACCEPT, GUMBEL, gumbel, random_bits, random_tile, uniform
 
 TOKENS = 64
@@ -95,3 +96,15 @@ def test_moments() -> None:
     _, g = numbers(bits)
     assert abs(g.mean() - 0.5772156649) < 6e-3
     assert abs(g.var() - np.pi**2 / 6) < 1.5e-2
+
+
+def test_noise_in_plain_pytorch_has_the_same_bits() -> None:
+    seeds, steps = torch.tensor([0, 1, -7, 2**62 + 5]), torch.tensor([0, 3, 2**40, -1])
+    tokens = torch.arange(TOKENS, dtype=torch.int32) * 40_001
+    bits, number = torch.empty(4, TOKENS, dtype=torch.int32), torch.empty(4, TOKENS)
+    _write[(1,)](seeds, steps, tokens, bits, torch.empty_like(bits), number, 0, GUMBEL.value)
+    mine = noise.random_bits(seeds[:, None], steps[:, None], tokens.long())
+    assert torch.equal(mine, bits.long() & 0xFFFFFFFF)
+    assert torch.equal(noise.gumbel(mine), number)
+    many = np.random.default_rng(2).integers(0, 2**32, 2**20)
+    assert torch.equal(noise.gumbel(torch.from_numpy(many)).double(), numbers(many)[1])

@@ -14,12 +14,10 @@ from torch import Tensor
 import weft
 from tests.catalogue.layouts import far_apart
 from weft.ops.sampling.parameters import Integer, Number
-from weft.ops.sampling.verify.arguments import PART, Relaxed, Verified, VerifyArgs
+from weft.ops.sampling.verify.arguments import PART, AcceptArgs, Relaxed, Verified, VerifyArgs
 from weft.ops.sampling.verify.reference import chances
-from weft.ops.sampling.verify.verify import verify_op
+from weft.ops.sampling.verify.verify import accept_op, verify_op
 from weft.runtime import choosing_for
-
-NONE = torch.empty(1, 0, dtype=torch.int64)
 
 
 def same(got: Verified, expected: Verified) -> bool:
@@ -115,9 +113,7 @@ def drawn(requests: int, count: int, size: int, dtype: torch.dtype = torch.float
     """Draw logits, and drafts from distributions near the target's."""
     logits = (torch.randn(requests, count + 1, size) * 2).to(dtype)
     q = (logits[:, :-1].float() + torch.randn(requests, count, size)).softmax(-1)
-    drafts = (
-        torch.multinomial(q.reshape(-1, size), 1).view(requests, count) if count else NONE.expand(requests, 0)
-    )
+    drafts = torch.multinomial(q.reshape(-1, size), 1).view(requests, count)
     seeds = torch.randint(-(2**62), 2**62, (requests,))
     return {"logits": logits, "drafts": drafts, "draft_probs": q, "seed": seeds, "step": 2**33 + 1}
 
@@ -152,7 +148,7 @@ def test_every_pattern_of_drafts_that_must_and_cannot_pass(count: int) -> None:
     drafts = torch.where(patterns, 3, 1)
     q = torch.full((len(patterns), count, 5), 0.2)
     for method in ("chain", "block"):
-        tokens, accepted, path = weft.verify(logits, drafts, q, seed=7, method=method)
+        tokens, accepted, path = weft.verify(logits, drafts, q, seed=torch.arange(len(q)), method=method)
         for b, pattern in enumerate(patterns.tolist()):
             n = [*pattern, False].index(False)
             assert accepted[b] == n
@@ -195,8 +191,7 @@ def test_texts_are_distributed_as_the_target_s(method: Any, drafted_with: str) -
         if step == 2:
             break
         if drafted_with == "the same numbers":
-            none = NONE.expand(requests, 0)
-            token = weft.verify(q.log().float()[:, None], none, seed=seeds, step=step).tokens
+            token = weft.sample(q.log().float(), seed=seeds, step=step).tokens[:, None]
         else:
             token = torch.multinomial(q, 1)
         drafts = torch.cat([drafts, token], 1)
@@ -210,14 +205,6 @@ def test_texts_are_distributed_as_the_target_s(method: Any, drafted_with: str) -
     texts = itertools.product(range(size), repeat=3)
     counted(cells, torch.tensor([models[0].probability(t) for t in texts]).double())
     assert 0.1 < got.accepted.float().mean() < 1.9
-
-
-def test_draws_are_distributed_as_softmax() -> None:
-    logits = torch.randn(1, 1, 8).mul(2)
-    logits[..., 5] = -math.inf
-    none = NONE.expand(200_000, 0)
-    got = weft.verify(logits.expand(200_000, 1, 8), none, temperature=0.7, seed=3, step=torch.arange(200_000))
-    counted(torch.bincount(got.tokens[:, 0], minlength=8).double(), (logits[0, 0].double() / 0.7).softmax(0))
 
 
 # ---- bugs of others -------------------------------------------------------------------------------------
@@ -270,11 +257,11 @@ def test_drafts_that_are_no_tokens_end_in_a_draw_from_the_target(draft: int, met
     got = weft.verify(**call, method=method)
     assert got.accepted.max() == 1
     at = got.accepted == 1
-    alone = weft.verify(call["logits"][:, 1:2], NONE.expand(60, 0), seed=call["seed"], step=call["step"] + 1)
-    assert torch.equal(got.tokens[at, 1], alone.tokens[at, 0])
+    alone = weft.sample(call["logits"][:, 1], seed=call["seed"], step=call["step"] + 1).tokens
+    assert torch.equal(got.tokens[at, 1], alone[at])
     call["drafts"][:, 0] = draft
-    alone = weft.verify(call["logits"][:, :1], NONE.expand(60, 0), seed=call["seed"], step=call["step"])
-    assert torch.equal(weft.verify(**call, method=method).tokens[:, 0], alone.tokens[:, 0])
+    alone = weft.sample(call["logits"][:, 0], seed=call["seed"], step=call["step"]).tokens
+    assert torch.equal(weft.verify(**call, method=method).tokens[:, 0], alone)
 
 
 def test_draft_probabilities_of_zero_reject() -> None:
@@ -291,34 +278,34 @@ def test_draft_probabilities_of_zero_reject() -> None:
 
 @pytest.mark.parametrize("method", ["chain", "block"])
 def test_equal_distributions_accept_all(method: Any) -> None:
-    logits = torch.randn(300, 5, 100)
+    logits = torch.randn(300, 5, 101)
     q = logits[:, :-1].softmax(-1)
-    drafts = torch.multinomial(q.reshape(-1, 100), 1).view(300, 4)
+    drafts = torch.multinomial(q.reshape(-1, 101), 1).view(300, 4)
     assert (weft.verify(logits, drafts, q, seed=torch.arange(300), method=method).accepted == 4).all()
 
 
 @pytest.mark.parametrize("method", ["chain", "block", "without probabilities"])
-def test_rows_without_a_distribution_give_no_token(method: Any) -> None:
-    """NaN, and nothing but minus infinity: -1. One plus infinity is certain."""
-    logits = torch.zeros(3, 2, 50)
-    logits[0, 0, 7], logits[1, 0], logits[2, 0, 41] = math.nan, -math.inf, math.inf
-    drafts, q = torch.tensor([[3], [3], [41]]), torch.full((3, 1, 50), 0.02)
+def test_rows_without_a_distribution(method: Any) -> None:
+    """NaN is never drawn; from nothing but minus infinity the token is -1; one plus infinity is certain."""
+    logits = torch.zeros(4, 2, 50)
+    logits[0, 0, 7], logits[1, 0], logits[2:, 0, 41] = math.nan, -math.inf, math.inf
+    logits[0, 0, 8:] = -math.inf
+    drafts, q = torch.tensor([[7], [3], [41], [3]]), torch.full((4, 1, 50), 0.02)
     options: dict[str, Any] = (
         {} if method == "without probabilities" else {"draft_probs": q, "method": method}
     )
-    got = weft.verify(logits, drafts, **options)
-    assert got.accepted.tolist() == [0, 0, 1]
-    assert got.tokens[:2].tolist() == [[-1, -1]] * 2
-    assert got.tokens[2, 0] == 41
-    wrong = weft.verify(logits[2:], drafts[:1], **({**options, "draft_probs": q[:1]} if options else {}))
-    assert wrong.tokens[0].tolist() == [41, -1]
+    got = weft.verify(logits, drafts, seed=torch.arange(4), **options)
+    assert got.accepted.tolist() == [0, 0, 1, 0]
+    assert 0 <= got.tokens[0, 0] < 7
+    assert got.tokens[1:, 0].tolist() == [-1, 41, 41]
+    assert got.tokens[[0, 1, 3], 1].tolist() == [-1] * 3
 
 
 @pytest.mark.parametrize("method", ["chain", "block"])
 def test_greedy_requests_among_others(method: Any) -> None:
     """At temperature 0 a draft is accepted if it is the first largest logit, whatever its own probability."""
-    call = drawn(200, 3, 12)
-    call["logits"][:, :, 11] = call["logits"].amax(-1)
+    call = drawn(200, 3, 13)
+    call["logits"][:, :, 12] = call["logits"].amax(-1)
     temperature = torch.arange(200) % 2 * 0.7
     best = call["logits"].argmax(-1)
     right = torch.rand(200, 3) < 0.7
@@ -343,13 +330,29 @@ def test_temperatures_divide() -> None:
 
 
 def test_seeds_and_steps_choose_the_numbers() -> None:
-    logits, none = torch.zeros(1, 1, 4096), NONE
-    token = weft.verify(logits, none, seed=5, step=6).tokens
-    assert torch.equal(
-        weft.verify(logits, none, seed=torch.tensor([5]), step=torch.tensor([6])).tokens, token
-    )
+    logits, q, drafts = torch.zeros(1, 2, 4001), torch.zeros(1, 1, 4001), torch.tensor([[-1]])
+    token = weft.verify(logits, drafts, q, seed=5, step=6).tokens
+    again = weft.verify(logits, drafts, q, seed=torch.tensor([5]), step=torch.tensor([6]))
+    assert torch.equal(again.tokens, token)
     for seed, step in ((6, 6), (5, 7), (5 + 2**32, 6), (5, 6 + 2**32), (-5, 6)):
-        assert not torch.equal(weft.verify(logits, none, seed=seed, step=step).tokens, token)
+        assert not torch.equal(weft.verify(logits, drafts, q, seed=seed, step=step).tokens, token)
+
+
+@pytest.mark.parametrize("parents", [None, torch.tensor([0, 0, 1])])
+def test_drawn_as_sample_draws(parents: Tensor | None) -> None:
+    """The options of `sample` hold for all rows of a request, whose depths are the steps."""
+    logits = torch.randn(30, 4, 60)
+    k, p = torch.randint(1, 9, (30,)), torch.rand(30)
+    depth = torch.tensor([0, 1, 2, 3] if parents is None else [0, 1, 1, 2])
+    rows = {name: x[:, None].expand(30, 4) for name, x in (("top_k", k), ("top_p", p))}
+    chosen = weft.sample(logits, **rows, min_p=0.01, temperature=0.8, seed=4, step=(depth + 9).expand(30, 4))
+    right = chosen.tokens[:, [0, 1, 2] if parents is None else parents]
+    drafts = torch.where(torch.rand(30, 3) < 0.8, right, 0)
+    got = weft.verify(
+        logits, drafts, top_k=k, top_p=p, min_p=0.01, temperature=0.8, seed=4, step=9, parents=parents
+    )
+    assert same(got, accept_op(AcceptArgs(chosen.tokens, drafts, parents)))
+    assert got.accepted.max() > 1
 
 
 # ---- requests among others, memory ----------------------------------------------------------------------
@@ -357,7 +360,7 @@ def test_seeds_and_steps_choose_the_numbers() -> None:
 
 @pytest.mark.parametrize("method", ["chain", "block", "without probabilities"])
 def test_a_request_does_not_depend_on_others(method: Any) -> None:
-    call = drawn(40, 3, PART + 100)
+    call = drawn(40, 3, PART + 101)
     call["step"] = torch.arange(40) * 3
     options: dict[str, Any] = {"method": method}
     if method == "without probabilities":
@@ -382,9 +385,14 @@ def test_strided_arguments(dtype: torch.dtype) -> None:
 
 
 def test_offsets_have_64_bits() -> None:
-    logits = far_apart(4, 96).unsqueeze(1)
-    none = NONE.expand(4, 0)
-    assert same(weft.verify(logits, none), weft.verify(logits.contiguous(), none))
+    """Rows past 2^31 elements, of the target model and of the drafter."""
+    logits, q = far_apart(4, 96).view(2, 2, 96), far_apart(4, 96)[2:, None].softmax(-1)
+    probs = far_apart(4, 96)
+    probs[2:] = q[:, 0]
+    for method in ("chain", "block"):
+        got = weft.verify(logits, torch.tensor([[5], [7]]), probs[2:, None], method=method)
+        dense = weft.verify(logits.contiguous(), torch.tensor([[5], [7]]), q.contiguous(), method=method)
+        assert same(got, dense)
 
 
 def test_the_last_of_many_parts() -> None:
@@ -398,7 +406,7 @@ def test_the_last_of_many_parts() -> None:
 
 
 def test_tiles_of_gpus() -> None:
-    call = drawn(10, 2, 5000)
+    call = drawn(10, 2, 5003)
     got = weft.verify(**call)
     for target in ("sm_90", "gfx942"):
         with choosing_for(target):
@@ -407,9 +415,9 @@ def test_tiles_of_gpus() -> None:
 
 def test_captured_steps_advance() -> None:
     """A replay reads seeds and steps anew; nothing else changes its tokens."""
-    call = drawn(6, 2, 300)
+    call = drawn(6, 2, 115)
     seed, step = call.pop("seed"), torch.zeros(6, dtype=torch.int64)
-    logits, q = call["logits"][:1].expand(6, 3, 300).contiguous() * 0.1, call["draft_probs"]
+    logits, q = call["logits"][:1].expand(6, 3, 115).contiguous() * 0.1, call["draft_probs"]
 
     def run(logits: Tensor, q: Tensor, seed: Tensor, step: Tensor) -> Verified:
         return weft.verify(logits, call["drafts"], q, seed=seed, step=step)
@@ -460,6 +468,7 @@ RULE, INSIDE = Relaxed(2, 1.0, 0), torch.ones(2, dtype=torch.bool)
         (lambda: weft.verify(Z, D, Q[:, :1]), "draft_probs must have the shape"),
         (lambda: weft.verify(Z, D, Q.double()), "draft_probs must be"),
         (lambda: weft.verify(Z, D, Q, parents=torch.tensor([0, 0])), "parents= goes without draft_probs="),
+        (lambda: weft.verify(Z, D, Q, top_k=3), "top_k= goes without draft_probs="),
         (lambda: weft.verify(Z, D, method="block"), "needs draft_probs="),
         (lambda: weft.verify(Z, D, Q, method="tree"), "'chain' or 'block'"),
         (lambda: weft.verify(Z, D, parents=torch.tensor([0])), "parents must have the shape"),
@@ -490,7 +499,10 @@ def test_mistakes_are_named(call: Callable[[], Any], words: str) -> None:
 
 def test_the_op_refuses_what_it_would_misread() -> None:
     numbers = Number(None, 1.0), Integer(None, 0), Integer(None, 0), False
-    with pytest.raises(ValueError, match="tokens are numbered in 32 bits"):
-        verify_op(VerifyArgs(torch.empty(1, 1, 2**30, device="meta"), NONE, NONE, *numbers))
-    with pytest.raises(ValueError, match=r"drafts must be \[B, K\]"):
-        verify_op(VerifyArgs(Z, D[:, :1], Q, *numbers))
+    for logits, drafts, words in (
+        (torch.empty(1, 2, 2**30, device="meta"), D[:1, :1], "tokens are numbered in 32 bits"),
+        (Z, D[:, :1], r"drafts must be \[B, K\]"),
+        (Z[:, :1], D[:, :0], "draw with weft.sample"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            verify_op(VerifyArgs(logits, drafts, Q, *numbers))

@@ -1,4 +1,4 @@
-"""Verification of drafts: chosen tokens along chains and trees, drafts with distributions, and plain draws."""
+"""Verification of drafts: chosen tokens along chains and trees, and drafts with their distributions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ SHAPES: dict[str, tuple[Size, ...]] = {
     "llama3-8b/drafts": ("rows", 4, 128256),
     "qwen3-30b-a3b/drafts": ("rows", 6, 151936),
     "odd/1030-drafts": ("rows", 3, 1030),
-    "llama3-8b/vocabulary": ("rows", 1, 128256),
-    "odd/1030-vocabulary": ("rows", 1, 1030),
 }
 _ACCEPTED: dict[str, tuple[str, ...]] = {
     "chain": ("deepseek-v3/mtp", "odd/77"),
@@ -32,7 +30,6 @@ _VERIFIED: dict[str, tuple[str, ...]] = {
     "chain": ("llama3-8b/drafts", "odd/1030-drafts"),
     "block": ("qwen3-30b-a3b/drafts", "odd/1030-drafts"),
     "greedy": ("odd/1030-drafts",),
-    "draw": ("llama3-8b/vocabulary", "odd/1030-vocabulary"),
 }
 _TWICE = "logits are read for the statistics of rows and again for all residuals, which need them"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles.noise import ACCEPT, GUMBEL, RESIDUAL, gumbel, random_bits, random_tile, uniform
+from ....tiles.scores import key_of
 from ....tiles.softmax import LOWEST
 from ..loads import IntegerArgument, NumberArgument, load_integer, load_number
 from .arguments import PART
@@ -63,27 +64,23 @@ def accept_kernel(
 
 # ---- keys: scores and their tokens, in an order ---------------------------------------------------------
 
-NONE = tl.constexpr(-(2**63))  # no token: all scores are minus infinity
-UNDECIDED = tl.constexpr(2**63 - 1)  # a score is NaN
+NONE = tl.constexpr(-(2**63))  # no token
 _MASK = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _keys(score, token, preferred):
     """Return int64 keys whose order is that of the scores, and among equal scores that of descending tokens. Any
-    preferred token comes before all others."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    preferred token comes before all others. NaN and minus infinity have none."""
     tier = tl.where(preferred, tl.cast(2**62, tl.int64), tl.cast(-(2**62), tl.int64))
-    key = (ordered << 31) + (_MASK - token.to(tl.int64)) + tier
-    key = tl.where(score == -float("inf"), NONE, key)
-    return tl.where(score != score, UNDECIDED, key)
+    key = (key_of(score).to(tl.int64) << 31) + (_MASK - token.to(tl.int64)) + tier
+    return tl.where(score > -float("inf"), key, NONE)
 
 
 @triton.jit
 def _token(key):
-    """Return the token of the largest key; -1 if there is none, or a NaN."""
-    return tl.where((key == NONE) | (key == UNDECIDED), -1, _MASK - (key & _MASK))
+    """Return the token of the largest key; -1 if there is none."""
+    return tl.where(key == NONE, -1, _MASK - (key & _MASK))
 
 
 # ---- statistics of rows ---------------------------------------------------------------------------------
@@ -92,17 +89,17 @@ def _token(key):
 class Parts(NamedTuple):
     """Statistics of the parts of rows, [rows, number] each."""
 
-    largest: Tensor | None  # fp32: m
-    total: Tensor | None  # fp32: sum of exp(z - m)
-    top: Tensor | None  # int64: key of the largest logit
+    largest: Tensor  # fp32: m
+    total: Tensor  # fp32: sum of exp(z - m), NaN if a z is
+    top: Tensor  # int64: key of the largest logit
     number: int
 
 
 class Drafts(NamedTuple):
     """Drafts of requests, and the distributions from which they were drawn."""
 
-    ptr: Tensor | None  # int32 or int64 [requests, nodes - 1]; None if there are none
-    probs: Tensor | None  # [requests * (nodes - 1), cols]
+    ptr: Tensor  # int32 or int64 [requests, nodes - 1]
+    probs: Tensor  # [requests * (nodes - 1), cols]
     stride: int  # of the rows of probs
 
 
@@ -128,7 +125,7 @@ def _load_logits(target, row, col, exists, t, ALIGN: tl.constexpr):
     """Load scaled logits of a row, minus infinity where they do not exist."""
     off = tl.multiple_of(row * target.stride, ALIGN)
     z = tl.load(target.logits + off + col, mask=exists, other=-float("inf")).to(tl.float32)
-    return tl.div_rn(z, tl.where(t == 0.0, 1.0, t))
+    return z * (1.0 / tl.where(t > 0.0, t, 1.0))  # the bits of `sample`
 
 
 @kernel
@@ -194,7 +191,7 @@ def _probabilities(target, drafts, parts, request, at, cols, t, LANES: tl.conste
     row = request * target.nodes + at
     m, total, top = _statistics(parts, row, LANES)
     z = _load_logits(target, row, token, real, t, 1)
-    p = tl.where(t == 0.0, (_token(top) == token).to(tl.float32), tl.div_rn(_exp(z, m), total))
+    p = tl.where(t > 0.0, tl.div_rn(_exp(z, m), total), (_token(top) == token).to(tl.float32))
     q_off = (request * (target.nodes - 1) + at) * drafts.stride
     q = tl.load(drafts.probs + q_off + token, mask=real, other=0.0).to(tl.float32)
     return token, tl.where(real, p, 0.0), q
@@ -240,20 +237,16 @@ def residual_kernel(
         tl.store(weight_ptr + item, weight, mask=part == 0)
     else:
         at = part * 0
-        if drafts.ptr is not None:
-            for i in range(target.nodes - 1):
-                if at == i:
-                    token, p, q = _probabilities(target, drafts, parts, request, i, cols, t, LANES)
-                    is_accepted = (q > 0.0) & ((p >= q) | (_uniform(target, request, i, token) * q < p))
-                    at += is_accepted.to(tl.int32)
+        for i in range(target.nodes - 1):
+            if at == i:
+                token, p, q = _probabilities(target, drafts, parts, request, i, cols, t, LANES)
+                is_accepted = (q > 0.0) & ((p >= q) | (_uniform(target, request, i, token) * q < p))
+                at += is_accepted.to(tl.int32)
         tl.store(accepted_ptr + request, at.to(tl.int64), mask=part == 0)
     row = request * target.nodes + at
-    drafted = part < 0
-    m, total = 0.0, 1.0
-    if drafts.ptr is not None:
-        _, drafted = _load_draft(drafts, request, at, target.nodes, cols)
-        m, total, _ = _statistics(parts, row, LANES)
-        q_off = tl.multiple_of((request * (target.nodes - 1) + at) * drafts.stride, ALIGN)
+    _, drafted = _load_draft(drafts, request, at, target.nodes, cols)
+    m, total, _ = _statistics(parts, row, LANES)
+    q_off = tl.multiple_of((request * (target.nodes - 1) + at) * drafts.stride, ALIGN)
     seed = load_integer(target.seed, request) + tl.zeros((1,), tl.int64)
     step = load_integer(target.step, request) + at + tl.zeros((1,), tl.int64)
     stream = tl.where(drafted, RESIDUAL, GUMBEL).to(tl.uint32)
@@ -264,16 +257,15 @@ def residual_kernel(
         exists = col < cols
         z = _load_logits(target, row, col, exists, t, ALIGN)
         noise = tl.reshape(gumbel(random_tile(seed, step, first + start, TILE, stream)), (TILE,))
-        score = tl.where(t == 0.0, z, z + noise)
-        preferred = exists
-        if drafts.ptr is not None:
-            q = tl.load(drafts.probs + q_off + col, mask=exists & drafted, other=0.0).to(tl.float32)
-            r = weight * tl.div_rn(_exp(z, m), total) - q
-            positive = exists & (r > 0.0)
-            mass += tl.sum(tl.where(positive, r, 0.0), axis=0)
-            sampled = drafted & (t != 0.0)
-            preferred = positive | (sampled == 0)
-            score = tl.where(sampled & positive, tl.log(tl.where(positive, r, 1.0)) + noise, score)
+        q = tl.load(drafts.probs + q_off + col, mask=exists & drafted, other=0.0).to(tl.float32)
+        r = weight * tl.div_rn(_exp(z, m), total) - q
+        positive = exists & (r > 0.0)
+        mass += tl.sum(tl.where(positive, r, 0.0), axis=0)
+        # Tokens without a residual are drawn from p if no token has one.
+        residual = drafted & (t > 0.0)
+        score = tl.where(residual & positive, tl.log(tl.where(positive, r, 1.0)), z)
+        score = tl.where(t > 0.0, score + noise, z)
+        preferred = positive | (residual == 0)
         best = tl.maximum(best, tl.max(_keys(score, col, preferred), axis=0))
     tl.store(best_ptr + item * parts.number + part, best)
     if JOINT:
@@ -330,11 +322,9 @@ def verify_kernel(
         best = tl.maximum(best, tl.max(key, axis=0))
     for start in range(0, nodes, BLOCK):
         at = start + tl.arange(0, BLOCK)  # [BLOCK]
-        token = tl.where(at == accepted, _token(best), -1)
-        if drafts.ptr is not None:
-            exists = (at < accepted) & (at < nodes - 1)
-            draft = tl.load(drafts.ptr + request * (nodes - 1) + at, mask=exists, other=-1).to(tl.int64)
-            token = tl.where(at < accepted, draft, token)
+        exists = (at < accepted) & (at < nodes - 1)
+        draft = tl.load(drafts.ptr + request * (nodes - 1) + at, mask=exists, other=-1).to(tl.int64)
+        token = tl.where(at == accepted, _token(best), draft)
         tl.store(tokens_ptr + request * nodes + at, token, mask=at < nodes)
         path = tl.where(at <= accepted, at, -1).to(tl.int64)
         tl.store(path_ptr + request * nodes + at, path, mask=at < nodes)

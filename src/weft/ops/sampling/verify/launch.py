@@ -65,42 +65,30 @@ class _Call:
     """Launches of one call."""
 
     def __init__(self, a: VerifyArgs) -> None:
-        requests, self.nodes, self.cols = a.logits.shape
+        self.requests, self.nodes, self.cols = a.logits.shape
         logits, probs = flat_rows(a.logits), flat_rows(a.draft_probs)
-        self.requests, self.parts, self.joint = requests, -(-self.cols // PART), a.joint and self.nodes > 1
+        self.number, self.joint = -(-self.cols // PART), a.joint
         self.target = Target(
             logits,
             logits.stride(0),
             self.nodes,
-            NumberArgument.of(a.temperature, requests),
-            IntegerArgument.of(a.seed, requests),
-            IntegerArgument.of(a.step, requests),
+            NumberArgument.of(a.temperature, self.requests),
+            IntegerArgument.of(a.seed, self.requests),
+            IntegerArgument.of(a.step, self.requests),
         )
-        has_drafts = self.nodes > 1
-        self.drafts = Drafts(
-            a.drafts.contiguous() if has_drafts else None,
-            probs if has_drafts else None,
-            probs.stride(0) if has_drafts else 0,
-        )
-        self.align = align_of(self.cols, logits.stride(0), self.drafts.stride)
+        self.drafts = Drafts(a.drafts.contiguous(), probs, probs.stride(0))
+        self.align = align_of(self.cols, logits.stride(0), probs.stride(0))
         self.tile, self.warps = verify_config(self.cols, capabilities_of(logits.device))
 
     def empty(self, rows: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((rows, self.parts), dtype=dtype, device=self.target.logits.device)
+        return torch.empty((rows, self.number), dtype=dtype, device=self.target.logits.device)
 
     def statistics(self) -> Parts:
-        """Return the statistics of all rows; without drafts none are needed."""
         rows = self.requests * self.nodes
-        if self.drafts.ptr is None:
-            return Parts(None, None, None, self.parts)
-        parts = Parts(
-            self.empty(rows, torch.float32),
-            self.empty(rows, torch.float32),
-            self.empty(rows, torch.int64),
-            self.parts,
-        )
+        largest, total = (self.empty(rows, torch.float32) for _ in range(2))
+        parts = Parts(largest, total, self.empty(rows, torch.int64), self.number)
         Launch.of(statistics_kernel, num_warps=self.warps, TILE=self.tile, ALIGN=self.align)(
-            (rows * self.parts, 1, 1),
+            (rows * self.number, 1, 1),
             *statistics_kernel.arguments(target=self.target, parts=parts, cols=self.cols),
         )
         return parts
@@ -120,7 +108,7 @@ class _Call:
             LANES=LANES,
             ALIGN=self.align,
         )(
-            (items * self.parts, 1, 1),
+            (items * self.number, 1, 1),
             *residual_kernel.arguments(
                 target=self.target,
                 drafts=self.drafts,
@@ -144,7 +132,7 @@ class _Call:
                 accepted_ptr=o.accepted,
                 path_ptr=o.path,
                 cols=self.cols,
-                parts=self.parts,
+                parts=self.number,
             ),
         )
 

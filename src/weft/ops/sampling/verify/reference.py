@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....tiles.noise import ACCEPT, GUMBEL, RESIDUAL
 from ...common.rows import compute_dtype
+from ..noise import gumbel, random_bits, uniform
 from .arguments import AcceptArgs, Verified, VerifyArgs
 
 # ---- tokens that were chosen ----------------------------------------------------------------------------
@@ -30,40 +32,6 @@ def accept_reference(a: AcceptArgs) -> Verified:
         row = torch.where(first < nodes, first, -1)
     rows = torch.cat(path, 1)
     return Verified(torch.cat(tokens, 1), (rows >= 0).sum(1) - 1, rows)
-
-
-# ---- random numbers -------------------------------------------------------------------------------------
-
-_GUMBEL, _ACCEPT, _RESIDUAL = range(3)  # streams of `weft.tiles.noise`
-_LOW = 0xFFFFFFFF
-
-
-def _times(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of a product of 32-bit integers, which are held in int64."""
-    low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
-    return ((low >> 16) + high) >> 16, (low + (high << 16)) & _LOW
-
-
-def _bits(seed: Tensor, step: Tensor, token: Tensor, stream: int) -> Tensor:
-    """Return `random_bits` of `weft.tiles.noise` as int64, in the shape to which the arguments broadcast."""
-    seed, step, token = torch.broadcast_tensors(seed, step, token)
-    c = [token >> 2, step & _LOW, (step >> 32) & _LOW, torch.full_like(token, stream)]
-    key = [seed & _LOW, (seed >> 32) & _LOW]
-    for _ in range(10):
-        (a_high, a_low), (b_high, b_low) = _times(c[0], 0xD2511F53), _times(c[2], 0xCD9E8D57)
-        c = [b_high ^ c[1] ^ key[0], b_low, a_high ^ c[3] ^ key[1], a_low]
-        key = [(key[0] + 0x9E3779B9) & _LOW, (key[1] + 0xBB67AE85) & _LOW]
-    return torch.stack(c, -1).gather(-1, (token & 3)[..., None])[..., 0]
-
-
-def _uniform(bits: Tensor) -> Tensor:
-    """Map bits to the fp32 numbers in (0, 1) that kernels have, in float64."""
-    rounded = (bits.float().double() * 2.0**-32 + 2.0**-33).float()
-    return rounded.clamp(max=0.99999994).double()
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    return -torch.log(-torch.log1p(-_uniform(bits)))
 
 
 # ---- drafts with distributions --------------------------------------------------------------------------
@@ -103,50 +71,48 @@ def verify_reference(a: VerifyArgs) -> Verified:
     """Define the outputs of the op."""
     dtype, device = compute_dtype(a.logits), a.logits.device
     requests, nodes, cols = a.logits.shape
-    t = a.temperature.column(requests, a.logits.to(dtype))[..., None]
-    z = a.logits.to(dtype) / torch.where(t == 0, 1.0, t)
-    token = torch.arange(cols, device=device)
-    greedy = t == 0
-    if cols:
-        # The largest, and the first of them: one of several infinities, too.
-        top = (z == z.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
-        m = z.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
-        e = torch.where(z == m, 1.0, torch.exp(z - m))
-        p = torch.where(greedy, (token == top).to(dtype), e / e.sum(-1, keepdim=True))
-    else:
-        p = z
-    c = chances(p, a.draft_probs.to(dtype), a.drafts, a.joint)
+    t = a.temperature.column(requests, a.logits.to(dtype))[..., None]  # [B, 1, 1]
+    z = a.logits.to(dtype) * (1.0 / torch.where(t > 0, t, 1.0))
+    token, place = (torch.arange(n, device=device) for n in (cols, nodes))
+    c = chances(_target(z, t), a.draft_probs.to(dtype), a.drafts, a.joint)
     seed, step = (x.column(requests, device) for x in (a.seed, a.step))
-    steps = step + torch.arange(nodes, device=device)
     real = (a.drafts >= 0) & (a.drafts < cols)
-    u = _uniform(_bits(seed, steps[:, :-1], torch.where(real, a.drafts, 0).long(), _ACCEPT))
-    passed = u < c.accept
+    drafts = torch.where(real, a.drafts, 0).long()
+    passed = uniform(random_bits(seed, step + place[:-1], drafts, ACCEPT.value)) < c.accept
     if a.joint:
-        length = (passed * torch.arange(1, nodes, device=device)).amax(1) if nodes > 1 else passed.sum(1)
+        length = (passed * place[1:]).amax(1, keepdim=True)
     else:
-        length = passed.cumprod(1).sum(1)
-    row = length[:, None, None]
-    real = torch.cat([real, torch.zeros_like(real[:, :1] if nodes > 1 else length[:, None] > 0)], 1)
-    drafted = real.gather(1, length[:, None]) & ~greedy[:, 0]  # [B, 1]
-    z = z.gather(1, row.expand(-1, 1, cols))[:, 0]
-    r = c.residual.gather(1, row.expand(-1, 1, cols))[:, 0]
-    now = steps.gather(1, length[:, None])
-    own, other = (_gumbel(_bits(seed, now, token, stream)).to(dtype) for stream in (_GUMBEL, _RESIDUAL))
-    score = torch.where(greedy[:, 0], z, z + torch.where(drafted, other, own))
-    score = torch.where(drafted & (r > 0).any(-1, keepdim=True), r.log() + other, score)
-    drawn = _first_largest(torch.where(z.isnan(), math.nan, score))
-    place = torch.arange(nodes, device=device)
-    drafts = torch.cat([a.drafts.long(), torch.full_like(drawn[:, None], -1)], 1)
-    tokens = torch.where(
-        place < length[:, None], drafts, torch.where(place == length[:, None], drawn[:, None], -1)
+        length = passed.cumprod(1).sum(1, keepdim=True)  # [B, 1]
+    # The row after the accepted drafts.
+    row = length[..., None].expand(-1, 1, cols)
+    z, r = z.gather(1, row)[:, 0], c.residual.gather(1, row)[:, 0]
+    own, other = (
+        gumbel(random_bits(seed, step + length, token, s.value)).to(dtype) for s in (GUMBEL, RESIDUAL)
     )
-    return Verified(tokens, length, torch.where(place <= length[:, None], place, -1))
+    drafted = torch.nn.functional.pad(real, (0, 1)).gather(1, length)
+    score = torch.where(drafted & (r > 0).any(-1, keepdim=True), r.log(), z) + torch.where(
+        drafted, other, own
+    )
+    drawn = _first_largest(torch.where((t[..., 0] > 0) & ~z.isnan(), score, z))
+    drafts = torch.cat([a.drafts.long(), torch.full_like(drawn, -1)], 1)
+    tokens = torch.where(place < length, drafts, torch.where(place == length, drawn, -1))
+    return Verified(tokens, length[:, 0], torch.where(place <= length, place, -1))
+
+
+def _target(z: Tensor, t: Tensor) -> Tensor:
+    """Return the probabilities of scaled logits [B, N, V]: all at the first largest one for temperatures of 0."""
+    if not z.numel():
+        return z
+    m = z.masked_fill(z.isnan(), -math.inf).amax(-1, keepdim=True)
+    e = torch.where((z == m) & (z > -math.inf), 1.0, torch.exp(z - m))
+    first = torch.zeros_like(z).scatter(-1, (z == m).to(torch.int8).argmax(-1, keepdim=True), 1.0)
+    return torch.where(t > 0, e / e.sum(-1, keepdim=True), first)
 
 
 def _first_largest(score: Tensor) -> Tensor:
-    """Return the first of the largest scores of each row, [B]; -1 if there is a NaN, or only minus infinity."""
+    """Return the first of the largest scores of each row, [B, 1]; -1 if all are minus infinity or NaN."""
     if not score.shape[-1]:
-        return torch.full(score.shape[:1], -1, dtype=torch.int64, device=score.device)
-    largest = score.amax(-1, keepdim=True)
-    first = (score == largest).to(torch.int8).argmax(-1)
-    return torch.where((largest[:, 0] > -math.inf), first, -1)
+        return torch.full((len(score), 1), -1, dtype=torch.int64, device=score.device)
+    largest = score.masked_fill(score.isnan(), -math.inf).amax(-1, keepdim=True)
+    first = (score == largest).to(torch.int8).argmax(-1, keepdim=True)
+    return torch.where(largest > -math.inf, first, -1)

@@ -16,14 +16,15 @@ Drafts x_i drawn from distributions q_i, with target probabilities p_i = softmax
 
 in fp32; u_i is a random number of (seed, step + i, x_i), and draws add Gumbel numbers of (seed, step + n, token) to
 logarithms. A draft that is no token was drawn from nothing: q_i counts as 0, and verification ends there with a draw
-from p_i. If rounding leaves nothing of a residual, its draw is from p_n.
+from p_i. If rounding leaves nothing of a residual, its draw is from p_n. NaN is never drawn, and no draft is accepted
+where a logit is NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from ....runtime import Op
 from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, nonnegative, whole
 from ...common.rows import compute_dtype
 from ..parameters import Integer, Number
+from ..sample import sample
 from .arguments import AcceptArgs, Relaxed, Verified, VerifyArgs
 from .reference import accept_reference, verify_reference
 
@@ -71,6 +73,8 @@ class VerifyOp(Op[VerifyArgs, Verified], name="verify", variants=24):
         if a.logits.dim() != 3:
             raise ValueError(f"logits must be [B, K + 1, V]; got {tuple(a.logits.shape)}")
         requests, nodes, cols = a.logits.shape
+        if nodes == 1:
+            raise ValueError("there are no drafts: draw with weft.sample")
         if cols >= 2**30:
             raise ValueError(f"tokens are numbered in 32 bits: at most {2**30 - 1} of them; got {cols}")
         _check_drafts(a.drafts, a.logits, requests, nodes)
@@ -110,28 +114,7 @@ def _check_numbers(requests: int, **numbers: Number | Integer) -> None:
             raise ValueError(f"{name} must be a number or ({requests},); got {tuple(tensor.shape)}")
 
 
-# ---- draws ----------------------------------------------------------------------------------------------
-
-
-def _draw(logits: Tensor, temperature: Number, seed: Integer, steps: Tensor) -> Tensor:
-    """Return a token for each row of logits [B, N, V], drawn with the random numbers of its step [B, N]; the largest
-    logit's at temperature 0."""
-    requests, nodes, cols = logits.shape
-
-    def of_rows(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.repeat_interleave(nodes, output_size=requests * nodes)
-
-    rows = logits.reshape(requests * nodes, 1, cols)
-    args = VerifyArgs(
-        rows,
-        rows.new_empty((len(rows), 0), dtype=torch.int64),
-        rows.new_empty((len(rows), 0, cols)),
-        temperature._replace(tensor=of_rows(temperature.tensor)),
-        seed._replace(tensor=of_rows(seed.tensor)),
-        Integer(steps.reshape(-1), 0),
-        False,
-    )
-    return verify_op(args).tokens.view(requests, nodes)
+# ---- chosen tokens --------------------------------------------------------------------------------------
 
 
 def _depths(parents: Tensor | None, nodes: int, device: torch.device) -> Tensor:
@@ -170,6 +153,9 @@ def verify(
     draft_probs: Tensor | None = None,
     *,
     temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
     seed: int | Tensor = 0,
     step: int | Tensor = 0,
     parents: Tensor | None = None,
@@ -181,12 +167,12 @@ def verify(
 
     Also known as rejection sampling, speculative sampling.
 
-    - `logits`: [B, K + 1, V], of the target model after the context (row 0) and after each draft; processed already
-      (`process_logits`), with -inf for tokens that are not to be drawn.
+    - `logits`: [B, K + 1, V], of the target model after the context (row 0) and after each draft, in any strides.
     - `drafts`: int32 or int64 [B, K]. A draft that is no token, such as -1, is not accepted.
-    - `draft_probs`: [B, K, V], the distributions from which the drafts were drawn, fp32 or bf16. Without it a draft is
-      accepted if the target model itself draws it.
-    - `temperature`: divides the logits; 0 chooses the largest. A number or fp32 [B].
+    - `draft_probs`: [B, K, V], the distributions from which the drafts were drawn, fp32, bf16 or fp16. Without it a
+      draft is accepted if the target model itself draws it.
+    - `temperature`, `top_k`, `top_p`, `min_p`: as in `sample`, numbers or tensors [B]. With draft_probs only
+      `temperature`: give tokens that are not to be drawn the logit -inf, and the probability 0.
     - `seed`, `step`: of the random numbers, integers or int64 [B]. `step` is that of the first token, and counts
       tokens. A drafter may draw with the same ones.
     - `parents`: int32 or int64 [K] or [B, K], the row after which each draft of a tree comes: 0, or i + 1 for draft i,
@@ -198,7 +184,8 @@ def verify(
     Returns `Verified(tokens, accepted, path)` in int64 on the device: `tokens` [B, K + 1] are the accepted drafts, one
     more token, and -1; `accepted` [B] counts the drafts; `path` [B, K + 1] lists the rows whose keys and values stay in
     the cache, then -1. The tokens have the distribution of those without drafts. Without draft_probs they are even the
-    same: those that `K = 0` draws, one step after another. A row with NaN, or without any token, gives -1.
+    same: those that `sample` draws, one step after another. As there, NaN is never drawn, and the last token is -1 if
+    none can be.
 
     >>> import torch, weft
     >>> logits = torch.eye(4)[None, :3] * 9.0  # the largest are the tokens 0, 1 and 2
@@ -220,20 +207,31 @@ def verify(
         check_tensor("parents", parents, INTEGERS, device, (nodes - 1,), (requests, nodes - 1))
     _check_relaxed(relaxed, inside, numbers, requests, device)
     logits = logits.detach()
+    options = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "parents": parents, "relaxed": relaxed}
     if draft_probs is not None:
         check_tensor("draft_probs", draft_probs, FLOATS, device)
-        if parents is not None or relaxed is not None:
-            option = "parents" if relaxed is None else "relaxed"
-            raise ValueError(f"{option}= goes without draft_probs=: leave one of them out")
-        probs = draft_probs.detach()
-        return verify_op(VerifyArgs(logits, drafts, probs, numbers, seeds, steps, method == "block"))
-    if method == "block":
+        for name, option in options.items():
+            if option is not None:
+                raise ValueError(f"{name}= goes without draft_probs=: leave one of them out")
+        if nodes > 1:
+            probs = draft_probs.detach()
+            return verify_op(VerifyArgs(logits, drafts, probs, numbers, seeds, steps, method == "block"))
+    elif method == "block":
         raise ValueError("method='block' needs draft_probs=, the distributions of the drafts")
     if relaxed is not None and parents is not None:
         raise ValueError("relaxed= verifies chains: leave parents= out")
-    depths = _depths(parents, nodes, device)
-    first = steps.value if steps.tensor is None else steps.tensor[:, None]
-    chosen = _draw(logits, numbers, seeds, (depths + first).expand(requests, nodes))
+
+    def of_rows(value: Any) -> Any:
+        """Return a tensor with an element for each request as one with an element for each row."""
+        return value[:, None].expand(requests, nodes) if isinstance(value, Tensor) and value.dim() else value
+
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    depths = _depths(parents, nodes, device) + of_rows(step)
+    chosen = sample(
+        logits,
+        step=depths.expand(requests, nodes),
+        **{name: of_rows(value) for name, value in settings.items()},
+    ).tokens
     if relaxed is not None and inside is not None:
         chosen = _relax(chosen, logits, drafts, relaxed, inside)
     return accept_op(AcceptArgs(chosen, drafts, parents))

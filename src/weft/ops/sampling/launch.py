@@ -1,0 +1,155 @@
+"""Launches of selections and draws."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ..common.rows import align_of, contiguous, flat_rows
+from .arguments import SampleArgs, Sampled, TopK, TopKArgs
+from .draw_kernels import Partial, Requests, candidates_kernel, choose_kernel, draw_kernel, join_draws_kernel
+from .select_kernels import select_kernel, sort_kernel
+
+# Bits of an element that tell the order of all values.
+RANK_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+
+
+class SelectConfig(NamedTuple):
+    """Launch configuration: elements of a tile, and its warps."""
+
+    tile: int
+    num_warps: int
+
+
+@choice("top_k", tile=(64, 16384), num_warps=(1, 16))
+def select_config(cols: int, k: int, target: Capabilities) -> SelectConfig:
+    """Choose the tile: at least four times what is kept of it, so that each pass leaves a fourth."""
+    tile = min(max(4096, 4 * _power_of_two(k)), max(_power_of_two(cols), 64))
+    return SelectConfig(tile, max(1, min(16, tile // (8 * target.warp_size))))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def launch_top_k(o: TopK, a: TopKArgs) -> None:
+    x = flat_rows(a.x)
+    rows, cols = x.shape
+    target = capabilities_of(x.device)
+    chosen: Tensor | None = None
+    count = cols
+    while chosen is None or count > a.k:
+        tile, warps = select_config(count, a.k, target)
+        tiles = -(-count // tile)
+        kept = min(a.k, tile)
+        columns = torch.empty((rows, tiles, kept), dtype=torch.int32, device=x.device)
+        launch = Launch.of(
+            select_kernel,
+            num_warps=warps,
+            ONE=kept == 1,
+            BITS=RANK_BITS[x.dtype],
+            TILE=tile,
+            ALIGN=align_of(x.stride(0)),
+        )
+        launch(
+            (rows * tiles, 1, 1),
+            *select_kernel.arguments(
+                x_ptr=x,
+                from_ptr=chosen,
+                starts_ptr=contiguous(a.starts),
+                ends_ptr=contiguous(a.ends),
+                chosen_ptr=columns,
+                cols=cols,
+                count=count,
+                x_stride=x.stride(0),
+                tiles=tiles,
+                k=kept,
+            ),
+        )
+        chosen, count = columns, tiles * kept
+    tile = _power_of_two(a.k)
+    Launch.of(sort_kernel, num_warps=max(1, min(8, tile // 128)), TILE=tile)(
+        (rows, 1, 1),
+        *sort_kernel.arguments(
+            x_ptr=x,
+            chosen_ptr=chosen,
+            value_ptr=o.values,
+            index_ptr=o.indices,
+            x_stride=x.stride(0),
+            cols=cols,
+            count=count,
+            k=a.k,
+        ),
+    )
+
+
+# ---- draws ----------------------------------------------------------------------------------------------
+
+KEPT = 64  # of a tile: candidates of top_k, top_p and min_p
+
+
+@choice("sample", tile=(64, 16384), num_warps=(1, 16))
+def draw_config(cols: int, target: Capabilities) -> SelectConfig:
+    """Choose the tile of a row: 32 elements for each thread of four warps. The bits of log-probabilities depend on it,
+    so it depends on nothing but the length of a row."""
+    tile = min(4096, max(_power_of_two(cols), 64))
+    return SelectConfig(tile, max(1, tile // (32 * target.warp_size)))
+
+
+def _requests(a: SampleArgs) -> Requests:
+    seed, step = a.seed.reshape(-1), a.step.reshape(-1)
+    return Requests(
+        contiguous(a.temperature), contiguous(a.top_k), contiguous(a.top_p), contiguous(a.min_p),
+        seed, step, seed.stride(0), step.stride(0),
+    )  # fmt: skip
+
+
+def launch_sample(o: Sampled, a: SampleArgs) -> None:
+    x, requests = flat_rows(a.logits), _requests(a)
+    rows, cols = x.shape
+    target = capabilities_of(x.device)
+    tile, warps = draw_config(cols, target)
+    tiles = -(-cols // tile)
+    largest, total, score, z = torch.empty((4, rows, tiles), dtype=torch.float32, device=x.device)
+    kept = torch.empty((rows, tiles, KEPT if a.limited else 1), dtype=torch.int32, device=x.device)
+    common = {
+        "logits_ptr": x,
+        "requests": requests,
+        "cols": cols,
+        "stride": x.stride(0),
+        "tiles": tiles,
+        "temperature": a.temperature_number,
+    }
+    constants = {"TILE": tile, "ALIGN": align_of(x.stride(0))}
+    results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
+    few = _power_of_two(tiles)
+    if not a.limited:
+        partial = Partial(largest, total, score, z, kept)
+        Launch.of(draw_kernel, num_warps=warps, **constants)(
+            (rows * tiles, 1, 1), *draw_kernel.arguments(partial=partial, **common)
+        )
+        Launch.of(join_draws_kernel, num_warps=1, TILES=few)(
+            (rows, 1, 1), *join_draws_kernel.arguments(partial=partial, tiles=tiles, **results)
+        )
+        return
+    partial = Partial(largest, total, score, None, None)
+    value = torch.empty((rows, tiles, KEPT), dtype=torch.float32, device=x.device)
+    bits = RANK_BITS[x.dtype]
+    Launch.of(candidates_kernel, num_warps=warps, BITS=bits, KEPT=KEPT, **constants)(
+        (rows * tiles, 1, 1),
+        *candidates_kernel.arguments(partial=partial, token_ptr=kept, value_ptr=value, **common),
+    )
+    candidates = few * KEPT
+    Launch.of(
+        choose_kernel, num_warps=max(1, min(16, candidates // (8 * target.warp_size))), JOINT=a.joint, BITS=bits,
+        TILES=few, COUNT=candidates, TILE=256,
+    )(
+        (rows, 1, 1),
+        *choose_kernel.arguments(
+            partial=partial, candidate_ptr=kept, value_ptr=value, count=tiles * KEPT, top_k=float(a.top_k_number),
+            top_p=a.top_p_number, min_p=a.min_p_number, **common, **results,
+        ),
+    )  # fmt: skip
