@@ -310,6 +310,8 @@ def test_greedy_requests_among_others(method: Any) -> None:
     best = call["logits"].argmax(-1)
     right = torch.rand(200, 3) < 0.7
     call["drafts"] = torch.where(right, best[:, :-1], call["drafts"])
+    call["draft_probs"][:40] = 0.0
+    call["draft_probs"][40:80:2] = torch.tensor([math.nan, -1.0]).repeat(7)[:13]
     got = weft.verify(**call, method=method, temperature=temperature)
     matches = (call["drafts"] == best[:, :-1]).cumprod(1).sum(1)
     greedy = temperature == 0

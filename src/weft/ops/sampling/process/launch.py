@@ -24,7 +24,7 @@ class ProcessConfig(NamedTuple):
 def process_config(cols: int, target: Capabilities) -> ProcessConfig:
     """Choose 2048 columns, 16 per thread."""
     tile = cpu_tile(cols) if target.is_cpu else min(max(1 << max(cols - 1, 0).bit_length(), 128), 2048)
-    return ProcessConfig(tile, max(tile // (16 * target.warp_size), 1))
+    return ProcessConfig(tile, min(max(tile // (16 * target.warp_size), 1), 16))
 
 
 def _of_requests(x: Tensor | None, rows: int) -> OfRequests:

@@ -185,8 +185,8 @@ def _load_draft(drafts, request, at, nodes, cols):
 
 @triton.jit
 def _probabilities(target, drafts, parts, request, at, cols, t, LANES: tl.constexpr):
-    """Return (draft, p, q): the probability of a draft under the target model, and under its own distribution. Both
-    are 0 for a draft that is no token."""
+    """Return (draft, p, q): the probability of a draft under the target model, 0 if the draft is no token, and under
+    its own distribution, which does not count at temperature 0."""
     token, real = _load_draft(drafts, request, at, target.nodes, cols)
     row = request * target.nodes + at
     m, total, top = _statistics(parts, row, LANES)
@@ -194,7 +194,7 @@ def _probabilities(target, drafts, parts, request, at, cols, t, LANES: tl.conste
     p = tl.where(t > 0.0, tl.div_rn(_exp(z, m), total), (_token(top) == token).to(tl.float32))
     q_off = (request * (target.nodes - 1) + at) * drafts.stride
     q = tl.load(drafts.probs + q_off + token, mask=real, other=0.0).to(tl.float32)
-    return token, tl.where(real, p, 0.0), q
+    return token, tl.where(real, p, 0.0), tl.where(t > 0.0, q, 1.0)
 
 
 @triton.jit
@@ -258,6 +258,7 @@ def residual_kernel(
         z = _load_logits(target, row, col, exists, t, ALIGN)
         noise = tl.reshape(gumbel(random_tile(seed, step, first + start, TILE, stream)), (TILE,))
         q = tl.load(drafts.probs + q_off + col, mask=exists & drafted, other=0.0).to(tl.float32)
+        q = tl.where(t > 0.0, q, 1.0)
         r = weight * tl.div_rn(_exp(z, m), total) - q
         positive = exists & (r > 0.0)
         mass += tl.sum(tl.where(positive, r, 0.0), axis=0)

@@ -74,7 +74,7 @@ def verify_reference(a: VerifyArgs) -> Verified:
     t = a.temperature.column(requests, a.logits.to(dtype))[..., None]  # [B, 1, 1]
     z = a.logits.to(dtype) * (1.0 / torch.where(t > 0, t, 1.0))
     token, place = (torch.arange(n, device=device) for n in (cols, nodes))
-    c = chances(_target(z, t), a.draft_probs.to(dtype), a.drafts, a.joint)
+    c = chances(_target(z, t), torch.where(t > 0, a.draft_probs.to(dtype), 1.0), a.drafts, a.joint)
     seed, step = (x.column(requests, device) for x in (a.seed, a.step))
     real = (a.drafts >= 0) & (a.drafts < cols)
     drafts = torch.where(real, a.drafts, 0).long()

@@ -17,7 +17,7 @@ Drafts x_i drawn from distributions q_i, with target probabilities p_i = softmax
 in fp32; u_i is a random number of (seed, step + i, x_i), and draws add Gumbel numbers of (seed, step + n, token) to
 logarithms. A draft that is no token was drawn from nothing: q_i counts as 0, and verification ends there with a draw
 from p_i. If rounding leaves nothing of a residual, its draw is from p_n. NaN is never drawn, and no draft is accepted
-where a logit is NaN.
+where a logit is NaN. At temperature 0, p_i is all at the largest logit, and q_i does not count.
 """
 
 from __future__ import annotations
