@@ -144,10 +144,10 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
         *candidates_kernel.arguments(partial=partial, token_ptr=kept, value_ptr=value, **common),
     )
     candidates = few * KEPT
-    # Where a row is read again, a thread compares 16 elements with 16 ranks each.
+    # Where a row is read again, a thread compares 8 elements with 16 ranks each.
     warps = max(4, min(16, candidates // (8 * target.warp_size)))
     Launch.of(
-        choose_kernel, num_warps=warps, JOINT=a.joint, BITS=bits, TILES=few, COUNT=candidates, TILE=warps * 32
+        choose_kernel, num_warps=warps, JOINT=a.joint, BITS=bits, TILES=few, COUNT=candidates, TILE=warps * 16
     )(
         (rows, 1, 1),
         *choose_kernel.arguments(

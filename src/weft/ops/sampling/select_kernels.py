@@ -18,12 +18,12 @@ def _span(starts_ptr, ends_ptr, row, cols):
 
 @kernel
 def select_kernel(
+    chosen_ptr,  # int32 [rows, tiles, k]
     x_ptr,  # [rows, cols], or None
     listed_ptr,  # the same, if only the columns of a list are read, or None
     list_ptr,  # int32 [rows, count]: columns in ascending order, -1 for none; or None
     starts_ptr,  # [rows], or None
     ends_ptr,  # [rows], or None
-    chosen_ptr,  # int32 [rows, tiles, k]
     cols,
     count,
     x_stride,
