@@ -85,7 +85,7 @@ WORKLOADS: tuple[Workload, ...] = (
 # ---- truth: whole rows, sorted --------------------------------------------------------------------------------
 
 
-def _sorted(x: Tensor, start: int, end: int) -> list[int]:
+def in_order(x: Tensor, start: int, end: int) -> list[int]:
     """Return the columns of a row in order."""
     values = x.tolist()
     columns = range(max(start, 0), min(end, len(values)))
@@ -103,7 +103,7 @@ def top_k_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Te
     ]
     indices = torch.full((len(x), k), -1)
     for row, (start, end) in enumerate(zip(*(t.tolist() for t in spans), strict=True)):
-        order = torch.tensor(_sorted(x[row], start, end)[:k], dtype=torch.int64)
+        order = torch.tensor(in_order(x[row], start, end)[:k], dtype=torch.int64)
         indices[row, : len(order)] = order
     values = x.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, -torch.inf)
     expected: dict[str, Near | Tensor] = {"values": values, "indices": indices}
@@ -127,7 +127,7 @@ def sample_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | T
         t = setting("temperature", row, 1.0)
         z = x / (t or 1.0)
         p = z.softmax(-1)
-        order = torch.tensor(_sorted(x, 0, len(x)))
+        order = torch.tensor(in_order(x, 0, len(x)))
         k, top_p = int(setting("top_k", row, 0)), setting("top_p", row, 1.0)
         mass = p[order]
         among = torch.arange(len(x)) < (k if k >= 1 else len(x))
@@ -175,8 +175,12 @@ FAMILY = Family(
         "draw_kernel": Moved({"logits_ptr"}, set()),
         "candidates_kernel": Moved({"logits_ptr"}, set()),
     },
+    spills={
+        ("choose_kernel", "sm_80"): 16,
+        ("choose_kernel", "sm_89"): 16,
+    },  # of 128 registers, with 2048 candidates
     loaded={
-        ("select_kernel", "from_ptr"): Loaded(least=-1, below="cols"),
+        ("select_kernel", "list_ptr"): Loaded(least=-1, below="cols"),
         ("sort_kernel", "chosen_ptr"): Loaded(least=-1, below="cols"),
     },
 )

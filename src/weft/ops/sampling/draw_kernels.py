@@ -101,12 +101,12 @@ def draw_kernel(
     tiles,
     temperature: float,
     TILE: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides the stride
+    ALIGN: tl.constexpr,  # divides cols and the stride
 ):
     """Draw a token from a tile of a row."""
     row, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    exists = col < cols
+    exists = col < (cols // ALIGN) * ALIGN
     x = tl.load(logits_ptr + tl.multiple_of(row * stride, ALIGN) + col, mask=exists, other=-float("inf"))
     inverse, draws = _temperature(requests, temperature, row)
     z = x.to(tl.float32) * inverse
@@ -166,12 +166,12 @@ def candidates_kernel(
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     TILE: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides the stride
+    ALIGN: tl.constexpr,  # divides cols and the stride
 ):
     """Write the KEPT largest tokens of a tile in ascending order, -1 after the last."""
     row, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    exists = col < cols
+    exists = col < (cols // ALIGN) * ALIGN
     x = tl.load(logits_ptr + tl.multiple_of(row * stride, ALIGN) + col, mask=exists, other=-float("inf"))
     inverse, _ = _temperature(requests, temperature, row)
     m, total = _statistics(x.to(tl.float32) * inverse, exists)

@@ -52,13 +52,14 @@ def launch_top_k(o: TopK, a: TopKArgs) -> None:
             ONE=kept == 1,
             BITS=RANK_BITS[x.dtype],
             TILE=tile,
-            ALIGN=align_of(x.stride(0)),
+            ALIGN=align_of(cols, x.stride(0)),
         )
         launch(
             (rows * tiles, 1, 1),
             *select_kernel.arguments(
-                x_ptr=x,
-                from_ptr=chosen,
+                x_ptr=x if chosen is None else None,
+                listed_ptr=None if chosen is None else x,
+                list_ptr=chosen,
                 starts_ptr=contiguous(a.starts),
                 ends_ptr=contiguous(a.ends),
                 chosen_ptr=columns,
@@ -93,10 +94,10 @@ KEPT = 64  # of a tile: candidates of top_k, top_p and min_p
 
 @choice("sample", tile=(64, 16384), num_warps=(1, 16))
 def draw_config(cols: int, target: Capabilities) -> SelectConfig:
-    """Choose the tile of a row: 32 elements for each thread of four warps. The bits of log-probabilities depend on it,
-    so it depends on nothing but the length of a row."""
+    """Choose the tile of a row: 16 elements for each thread. The bits of log-probabilities depend on it, so it depends
+    on nothing but the length of a row."""
     tile = min(4096, max(_power_of_two(cols), 64))
-    return SelectConfig(tile, max(1, tile // (32 * target.warp_size)))
+    return SelectConfig(tile, max(1, tile // (16 * target.warp_size)))
 
 
 def _requests(a: SampleArgs) -> Requests:
@@ -123,7 +124,7 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
         "tiles": tiles,
         "temperature": a.temperature_number,
     }
-    constants = {"TILE": tile, "ALIGN": align_of(x.stride(0))}
+    constants = {"TILE": tile, "ALIGN": align_of(cols, x.stride(0))}
     results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
     few = _power_of_two(tiles)
     if not a.limited:
@@ -143,9 +144,10 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
         *candidates_kernel.arguments(partial=partial, token_ptr=kept, value_ptr=value, **common),
     )
     candidates = few * KEPT
+    # Where a row is read again, a thread compares 8 elements with 16 ranks each.
+    warps = max(4, min(16, candidates // (8 * target.warp_size)))
     Launch.of(
-        choose_kernel, num_warps=max(1, min(16, candidates // (8 * target.warp_size))), JOINT=a.joint, BITS=bits,
-        TILES=few, COUNT=candidates, TILE=256,
+        choose_kernel, num_warps=warps, JOINT=a.joint, BITS=bits, TILES=few, COUNT=candidates, TILE=warps * 16
     )(
         (rows, 1, 1),
         *choose_kernel.arguments(

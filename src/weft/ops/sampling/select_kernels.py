@@ -18,11 +18,12 @@ def _span(starts_ptr, ends_ptr, row, cols):
 
 @kernel
 def select_kernel(
-    x_ptr,  # [rows, cols]
-    from_ptr,  # int32 [rows, count]: columns in ascending order, -1 for none; or None: all
+    chosen_ptr,  # int32 [rows, tiles, k]
+    x_ptr,  # [rows, cols], or None
+    listed_ptr,  # the same, if only the columns of a list are read, or None
+    list_ptr,  # int32 [rows, count]: columns in ascending order, -1 for none; or None
     starts_ptr,  # [rows], or None
     ends_ptr,  # [rows], or None
-    chosen_ptr,  # int32 [rows, tiles, k]
     cols,
     count,
     x_stride,
@@ -31,18 +32,23 @@ def select_kernel(
     ONE: tl.constexpr,  # k is 1
     BITS: tl.constexpr,
     TILE: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides x_stride
+    ALIGN: tl.constexpr,  # divides cols and x_stride
 ):
     """Write the columns of the k largest elements of a tile in ascending order, -1 after the last. Of equal elements
     the first are chosen."""
     row, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     at = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    col = at
-    if from_ptr is not None:
-        col = tl.load(from_ptr + row * count + at, mask=at < count, other=-1)
     start, end = _span(starts_ptr, ends_ptr, row, cols)
-    exists = (at < count) & (col >= tl.maximum(start, 0)) & (col < end)
-    x = tl.load(x_ptr + tl.multiple_of(row * x_stride, ALIGN) + col, mask=exists, other=0.0)
+    if list_ptr is not None:
+        col = tl.load(list_ptr + row * count + at, mask=at < count, other=-1)
+        exists = (col >= 0) & (col < cols)
+        x = tl.load(listed_ptr + row * x_stride + col, mask=exists, other=0.0)
+    else:
+        col = at
+        # The span is no part of this mask, so that whole vectors are loaded.
+        exists = col < (cols // ALIGN) * ALIGN
+        x = tl.load(x_ptr + tl.multiple_of(row * x_stride, ALIGN) + col, mask=exists, other=0.0)
+        exists = exists & (col >= start) & (col < end)
     rank = rank_bits(x, exists, BITS)
     out_ptr = chosen_ptr + tl.program_id(0).to(tl.int64) * k
     if ONE:

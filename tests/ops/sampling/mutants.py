@@ -1,0 +1,147 @@
+"""Mutants of the kernels that select and draw; see `tests.ops.norm.mutants` for the format."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+FILE = "ops/sampling/draw_kernels.py"
+SELECT, LAUNCH, TILES = "ops/sampling/select_kernels.py", "ops/sampling/launch.py", "tiles/select.py"
+T, S = "ops/sampling/test_select.py::", "ops/sampling/test_sample.py::"
+TIES, EQUAL, NANS, ZEROS, HALF = (
+    f"{T}test_ties_and_odd_values[{case}]"
+    for case in ("grid-dtype0", "equal-dtype0", "nan-dtype0", "zeros-dtype0", "plain-dtype2")
+)
+LONG, FEW, TINY = (f"{T}test_lengths[{case}]" for case in ("5000-2048", "33-40", "1-3"))
+SPANS, FAR, LAYOUTS, NO_NUMBER = (
+    f"{T}{name}"
+    for name in (
+        "test_spans", "test_offsets_have_64_bits", "test_layouts",
+        "test_the_largest_of_a_row_with_nan_is_a_number",
+    )
+)  # fmt: skip
+FULL, GREEDY, HOT, K, LARGE_K, P, NO_P, NEAR_1, KP, LARGE_KP, JOINT, MIN_P, LOW_MIN_P = (
+    f"{S}test_draws_are_those_of_sorted_rows[dtype0-{limits}]"
+    for limits in (
+        "full", "greedy", "hot", "k", "large k", "p", "p of 0", "p near 1", "k, then p", "large k, then p", "joint",
+        "min p", "low min p",
+    )
+)  # fmt: skip
+EACH, KEPT_TIES, FAR_ROWS = (
+    f"{S}{name}"
+    for name in ("test_of_each_request", "test_ties_are_kept_by_the_lowest_tokens", "test_layouts")
+)
+ODD_FULL, ODD_K, ODD_P, ODD_ALL, ODD_GREEDY = (
+    f"{S}test_odd_rows[{limits}]" for limits in ("full", "k", "p", "all", "greedy")
+)
+
+_SELECT: list[tuple[Any, ...]] = [
+    ("columns before the span", f"{SELECT}:select_kernel", "(col >= start) & (col < end)", "(col < end)", (SPANS,)),
+    ("columns after the span", f"{SELECT}:select_kernel", "(col >= start) & (col < end)", "(col >= start)", (SPANS,)),
+    ("the last of equal ones", f"{SELECT}:select_kernel", "first = tl.min(tl.where(exists & (rank == top), col, 2147483647), axis=0)", "first = tl.max(tl.where(exists & (rank == top), col, -1), axis=0)", (EQUAL,)),
+    ("NaN is the largest", f"{TILES}:rank_bits", "tl.where(x != x, tl.full((), 1 << (32 - BITS), tl.uint32), rank)", "rank", (NANS, NO_NUMBER)),
+    ("NaN does not exist", f"{TILES}:rank_bits", "tl.full((), 1 << (32 - BITS), tl.uint32)", "tl.zeros((), tl.uint32)", (NANS,)),
+    ("what does not exist is 0.0", f"{TILES}:rank_bits", "tl.where(exists, rank, tl.zeros((), tl.uint32))", "rank", (SPANS, TIES)),
+    ("half as many bits", f"{TILES}:rank_bits", ">> (32 - BITS)", ">> (48 - BITS)", (TIES, HALF)),
+    ("all rows read from the first", f"{SELECT}:select_kernel", "tl.multiple_of(row * x_stride, ALIGN) + col", "tl.multiple_of(row * 0, ALIGN) + col", (TIES,)),
+    ("32-bit offsets", f"{SELECT}:select_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR,)),
+    ("only the first tile", f"{SELECT}:select_kernel", "at = tile * TILE", "at = tile * 0", (TIES,)),
+    ("one bit too few", f"{TILES}:threshold", "while bit != 0:", "while bit > 1:", (TIES,)),
+    ("threshold of more than k", f"{TILES}:threshold", "t = tl.where(weighs >= least,", "t = tl.where(weighs > least,", (TIES, LONG)),
+    ("all ties taken", f"{TILES}:places", "above | (equal & (equals <= wanted))", "above | equal", (EQUAL,)),
+    ("ties in no order", f"{TILES}:places", "wanted = k - tl.sum(above.to(tl.int32), axis=0)", "wanted = k", (TIES,)),
+    ("unused slots not written", f"{SELECT}:select_kernel", "(slot >= tl.sum(taken.to(tl.int32), axis=0)) & (slot < k)", "(slot < 0)", (SPANS,)),
+    ("columns of another row's list", f"{SELECT}:select_kernel", "list_ptr + row * count + at", "list_ptr + at", (LONG,)),
+]  # fmt: skip
+
+_SORT: list[tuple[Any, ...]] = [
+    ("ascending", f"{SELECT}:sort_kernel", "tl.sort(packed, descending=True)", "tl.sort(packed)", (TIES,)),
+    ("not sorted", f"{SELECT}:sort_kernel", "tl.sort(packed, descending=True)", "packed", (TIES,)),
+    ("the last of equal ones first", f"{SELECT}:sort_kernel", "low = (col.to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF).to(tl.int64)", "low = (col.to(tl.uint32, bitcast=True)).to(tl.int64)", (TIES,)),
+    ("negative above positive", f"{SELECT}:sort_kernel", "((rank ^ 0x80000000).to(tl.int32, bitcast=True)).to(tl.int64) << 32", "(rank.to(tl.int32, bitcast=True)).to(tl.int64) << 32", (TIES,)),
+    ("all rows read from the first", f"{SELECT}:sort_kernel", "x_ptr += row * x_stride", "x_ptr += row * 0", (TIES,)),
+    ("columns of the first row", f"{SELECT}:sort_kernel", "chosen_ptr + row * count + slot", "chosen_ptr + slot", (TIES,)),
+    ("values of the first row overwritten", f"{SELECT}:sort_kernel", "value_ptr + row * k + slot", "value_ptr + slot", (TIES,)),
+    ("columns of the first row overwritten", f"{SELECT}:sort_kernel", "index_ptr + row * k + slot", "index_ptr + slot", (TIES,)),
+    ("columns that are none are 0", f"{SELECT}:sort_kernel", "tl.where(exists, col, -1)", "tl.where(exists, col, 0)", (FEW, TINY)),
+    ("values that are none are 0", f"{SELECT}:sort_kernel", "tl.load(x_ptr + col, mask=exists, other=-float(\"inf\"))", "tl.load(x_ptr + col, mask=exists, other=0.0)", (FEW, TINY)),
+    ("32-bit offsets", f"{SELECT}:sort_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)", (FAR,)),
+    ("the last slot left", f"{SELECT}:sort_kernel", "tl.where(exists, col, -1).to(tl.int64), mask=slot < k)", "tl.where(exists, col, -1).to(tl.int64), mask=slot < k - 1)", (TIES,)),
+]  # fmt: skip
+
+_DRAW: list[tuple[Any, ...]] = [
+    ("no noise", "draw_kernel", "score = z + tl.reshape(noise, (TILE,))", "score = z", (FULL,)),
+    ("noise of the first tile", "draw_kernel", "random_tile(seed, step, tile * TILE,", "random_tile(seed, step, tile * 0,", (FULL,)),
+    ("steps of the first row", "draw_kernel", "row * requests.step_stride", "row * 0", (FULL,)),
+    ("seeds of the first row", "draw_kernel", "row * requests.seed_stride", "row * 0", (EACH.replace("test_of_each_request", "test_a_draw_depends_on_its_row_alone[full]"),)),
+    ("noise at temperature 0", "_temperature", "tl.where(t > 0.0, t, 1.0), t > 0.0", "tl.where(t > 0.0, t, 1.0), t >= 0.0", (GREEDY,)),
+    ("not scaled", "draw_kernel", "x.to(tl.float32) * inverse", "x.to(tl.float32)", (HOT,)),
+    ("minus infinity drawn", "draw_kernel", "exists & (z > -float(\"inf\"))", "exists & (z == z)", (ODD_FULL,)),
+    ("NaN left out of the sum", "_exponentials", "tl.where(z == m, 1.0, tl.exp(z - m))", "tl.where(z == m, 1.0, tl.where(z == z, tl.exp(z - m), 0.0))", (ODD_FULL,)),
+    ("an infinite maximum", "_exponentials", "tl.where(z == m, 1.0, tl.exp(z - m))", "tl.exp(z - m)", (ODD_FULL,)),
+    ("minus infinity counts where all are", "_exponentials", "tl.where(z == -float(\"inf\"), 0.0, ", "tl.where(z == float(\"nan\"), 0.0, ", (FULL,)),
+    ("the last of equal scores", "_best", "first = tl.min(tl.where(exists & (score == best), token, 2147483647), axis=0)", "first = tl.max(tl.where(exists & (score == best), token, -1), axis=0)", (GREEDY,)),
+    ("32-bit offsets", "draw_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR_ROWS,)),
+]  # fmt: skip
+
+_JOIN: list[tuple[Any, ...]] = [
+    ("tiles of the first row", "join_draws_kernel", "row * tiles + tile, tile < tiles", "tile, tile < tiles", (FULL,)),
+    ("the last tile left out", "join_draws_kernel", "row * tiles + tile, tile < tiles", "row * tiles + tile, tile < tiles - 1", (FULL,)),
+    ("sums not scaled to the maximum", "_joined", "tl.where(m == m_i, total, total * tl.exp(m - m_i))", "total", (FULL,)),
+    ("only the tile of the maximum", "_joined", "total * tl.exp(m - m_i)", "0.0", (FULL,)),
+    ("an infinite maximum of two tiles", "_joined", "tl.where(m == m_i, total, total * tl.exp(m - m_i))", "total * tl.exp(m - m_i)", (ODD_FULL,)),
+    ("log-probability without its sum", "_store_drawn", "below - log_l", "below", (FULL,)),
+    ("log-probability of the largest", "_store_drawn", "tl.where(z == m, 0.0, z - m)", "0.0 * (z - m)", (FULL,)),
+    ("an infinite logit minus itself", "_store_drawn", "tl.where(z == m, 0.0, z - m)", "z - m", (ODD_FULL,)),
+    ("log-probability of no token", "_store_drawn", "tl.where(token < 0, float(\"nan\"), below - log_l)", "below", (ODD_FULL,)),
+    ("lse without its sum", "_store_drawn", "m + log_l", "m", (FULL,)),
+    ("tokens of the first row overwritten", "_store_drawn", "token_ptr + row,", "token_ptr + row * 0,", (FULL,)),
+    ("z of another token", "_best", "exists & (token == first), z", "exists, z", (HOT,)),
+]  # fmt: skip
+
+_CANDIDATES: list[tuple[Any, ...]] = [
+    ("all rows read from the first", "candidates_kernel", "tl.multiple_of(row * stride, ALIGN) + col", "tl.multiple_of(row * 0, ALIGN) + col", (K,)),
+    ("32-bit offsets", "candidates_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR_ROWS,)),
+    ("only the first tile", "candidates_kernel", "col = tile * TILE", "col = tile * 0", (K,)),
+    ("fewer candidates than said", "candidates_kernel", "(place >= 0) & (place < KEPT)", "(place >= 0) & (place < 3)", (K,)),
+    ("unused slots not written", "candidates_kernel", "slot * 0 - 1, mask=slot >= count", "slot * 0 - 1, mask=slot < 0", (K,)),
+    ("nothing said to be left out", "candidates_kernel", "floor = tl.where(left_out, t, tl.zeros((), tl.uint32))", "floor = tl.zeros((), tl.uint32)", (NEAR_1, LARGE_K)),
+    ("left out by half", "candidates_kernel", "floor = tl.where(left_out, t,", "floor = tl.where(left_out, t >> 1,", (NEAR_1,)),
+    ("maximum not scaled", "candidates_kernel", "_statistics(x.to(tl.float32) * inverse, exists)", "_statistics(x.to(tl.float32), exists)", (f"{S}test_log_probabilities_and_the_largest",)),
+    ("statistics of the first tile", "candidates_kernel", "partial.total + at", "partial.total + at * 0", (K,)),
+    ("logits of the first tile", "candidates_kernel", "value_ptr + out", "value_ptr + place", (K,)),
+    ("tokens of the first tile", "candidates_kernel", "token_ptr + out", "token_ptr + place", (K,)),
+]  # fmt: skip
+
+_CHOOSE: list[tuple[Any, ...]] = [
+    ("one more of k", "choose_kernel", "k = tl.minimum(tl.maximum(top_k, 1.0), 2147483520.0).to(tl.int64)", "k = tl.minimum(tl.maximum(top_k, 1.0), 2147483520.0).to(tl.int64) + 1", (K, KEPT_TIES)),
+    ("all ties of k", "choose_kernel", "ties_k = (k - tl.sum((exists & (rank > t_k)).to(tl.int64), axis=0)).to(tl.int32)", "ties_k = tl.full((), 2147483647, tl.int32)", (KEPT_TIES,)),
+    ("top_p of all after top_k", "choose_kernel", "mass = tl.sum(tl.where(rank > t_k, units, 0), axis=0)", "mass = tl.full((), -1, tl.int64) + tl.sum(tl.where(rank > t_k, units, 0) * 0, axis=0)", (KP,)),
+    ("mass without the ties of k", "choose_kernel", "mass += ties_k * tl.max(", "mass += 0 * tl.max(", (KP, KEPT_TIES)),
+    ("joint as k, then p", f"{LAUNCH}:launch_sample", "JOINT=a.joint", "JOINT=False", (JOINT,)),
+    ("no token at p of 0", "_mass_wanted", "tl.maximum(part, 1)", "part", (NO_P,)),
+    ("all ties of p", "choose_kernel", "ties_p = _ties_for(wanted, above, tl.max(tl.where(rank == t_p, units, 0), axis=0))", "ties_p = tl.full((), 2147483647, tl.int32)", (KEPT_TIES,)),
+    ("one tie less of p", "_ties_for", "wanted - above + unit - 1", "wanted - above", (KEPT_TIES,)),
+    ("the looser of two", "_stricter", "tl.where(t > other_t, ties, other_ties)", "tl.where(t > other_t, other_ties, ties)", (KP, LARGE_KP)),
+    ("candidates always enough", "choose_kernel", "known = (floor == 0) | (t > floor)", "known = (floor >= 0) | (t > floor)", (NEAR_1, LARGE_K)),
+    ("min_p left out", "choose_kernel", "(order <= ties))) & (e >= least)", "(order <= ties))) & (e >= 0.0)", (MIN_P,)),
+    ("min_p left out of long rows", "choose_kernel", "kept = kept & (_exponentials(z_i, m) >= least)", "kept = kept & (_exponentials(z_i, m) >= 0.0)", (LOW_MIN_P,)),
+    ("no noise", "choose_kernel", "score = z + gumbel(random_bits(seed, step, token, GUMBEL))", "score = z", (K,)),
+    ("no noise in long rows", "choose_kernel", "tl.where(draws, z_i + noise, z_i)", "z_i", (NEAR_1,)),
+    ("noise of the first tile in long rows", "choose_kernel", "random_tile(seed, step, start, TILE, GUMBEL)", "random_tile(seed, step, start * 0, TILE, GUMBEL)", (NEAR_1,)),
+    ("a digit too few", "_threshold_of_row", "while shift >= 0:", "while shift > 0:", (NEAR_1, LARGE_K)),
+    ("ties counted anew in each tile", "choose_kernel", "seen += tl.sum(equal.to(tl.int32), axis=0)", "seen += 0 * tl.sum(equal.to(tl.int32), axis=0)", (f"{S}test_draws_are_those_of_sorted_rows[dtype0-large k]",)),
+    ("the last of equal scores in long rows", "choose_kernel", "(score_t > best_score)", "(score_t >= best_score)", (f"{S}test_ties_are_kept_by_the_lowest_tokens",)),
+    ("rows of the first", "choose_kernel", "logits_ptr += row * stride", "logits_ptr += row * 0", (NEAR_1,)),
+    ("candidates of the first row", "choose_kernel", "candidate_ptr + row * count + at", "candidate_ptr + at", (K,)),
+]  # fmt: skip
+
+LINES: dict[str, list[tuple[Any, ...]]] = {
+    "select_kernel": _SELECT,
+    "sort_kernel": _SORT,
+    "draw_kernel": _DRAW,
+    "join_draws_kernel": _JOIN,
+    "candidates_kernel": _CANDIDATES,
+    "choose_kernel": _CHOOSE,
+}
