@@ -20,6 +20,7 @@ TREES, SHARED, PARENTS, PATH = (
     (f"{A}test_parents_that_are_no_earlier_row",),
     (f"{A}test_the_path_lists_rows_to_gather",),
 )
+ONLY = (f"{A}test_the_only_child_that_was_chosen_may_be_the_last",)
 DEPTHS, RELAXED, TEXTS = (
     (f"{A}test_speculation_with_trees_changes_no_token",),
     (f"{A}test_relaxed_acceptance",),
@@ -61,11 +62,11 @@ _ACCEPT: list[tuple[Any, ...]] = [
     ("choices of the first request", K, "off, drafts_off, parents_off = request * nodes", "off, drafts_off, parents_off = request * 0", CHAINS),
     ("parents of the first request", f"{LAUNCH}:launch_accept", "else nodes - 1", "else 0", TREES),
     ("shared parents for each request", f"{LAUNCH}:launch_accept", "parents.dim() == 1", "parents.dim() == 0", SHARED),
-    ("the last child", K, "child = tl.minimum(child, tl.min(tl.where(follows, draft + 1, nodes)", "child = tl.minimum(child, nodes - tl.max(tl.where(follows, nodes - draft - 1, 0)", TREES),
+    ("the last block's child", K, "child = tl.minimum(child, tl.min(", "child = tl.minimum(nodes, tl.min(", TREES),
     ("the child's own draft as its row", K, "tl.where(follows, draft + 1, nodes)", "tl.where(follows, draft, nodes)", CHAINS),
     ("any parent", K, "exists & (parent == row) & (drafted", "exists & (drafted", TREES),
     ("any draft", K, "(parent == row) & (drafted == token)", "(parent == row)", CHAINS),
-    ("only the first block of drafts", K, "nodes - 1, BLOCK):", "tl.minimum(nodes - 1, row + 1), BLOCK):", TREES),
+    ("only the first block of drafts", K, "nodes - 1, BLOCK):", "tl.minimum(nodes - 1, row + 1), BLOCK):", ONLY),
     ("children before their parent", K, "& (token >= 0), row, nodes)", "& (token >= 0), row * 0, nodes)", PARENTS),
     ("no choice matches no draft", K, "tl.where(inside & (token >= 0), row, nodes)", "tl.where(inside, row, nodes)", NO_TOKENS),
     ("the last draft skipped", K, "exists = (draft >= 0) & (draft < nodes - 1)", "exists = (draft >= 0) & (draft < nodes - 2)", LONG),

@@ -110,11 +110,18 @@ def test_trees(nodes: int, shared: bool, dtype: torch.dtype) -> None:
 
 def test_parents_that_are_no_earlier_row() -> None:
     """Their children are never reached, and the walk ends."""
-    parents = torch.tensor([0, 2, 5, -1, 3, 2**31 - 1, 1], dtype=torch.int32)
+    parents = torch.tensor([0, 7, 5, -1, 3, 2**31 - 1, 1], dtype=torch.int32)
     chosen, drafts = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7, dtype=torch.int64)
     got = accept(chosen, drafts, parents)
     assert got.path.tolist() == [[0, 1, 7, -1, -1, -1, -1, -1]]
     assert_walks(got, chosen, drafts, parents)
+
+
+def test_the_only_child_that_was_chosen_may_be_the_last() -> None:
+    drafts = torch.ones(1, 199, dtype=torch.int64)
+    drafts[0, -1] = 5
+    chosen = torch.full((1, 200), 5)
+    assert accept(chosen, drafts, torch.zeros(199, dtype=torch.int32)).path[0, :3].tolist() == [0, 199, -1]
 
 
 def test_the_path_lists_rows_to_gather() -> None:

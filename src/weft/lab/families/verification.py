@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import verify
-from ..family import Family
+from ..family import Family, Width
 from ..problem import Call, Inputs, Size, Workload, run_op
 from ..truth import Near
 
@@ -123,4 +123,8 @@ def accept_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | T
     return {"y": torch.tensor(tokens), "output1": torch.tensor(lengths), "output2": torch.tensor(paths)}
 
 
-FAMILY = Family(workloads=WORKLOADS, truths={"accept": accept_truth})
+FAMILY = Family(
+    workloads=WORKLOADS,
+    truths={"accept": accept_truth},
+    widths={"residual_kernel": Width("", 16)},  # the logit of one draft
+)
