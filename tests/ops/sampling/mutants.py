@@ -56,10 +56,10 @@ _SELECT: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 _SORT: list[tuple[Any, ...]] = [
-    ("ascending", f"{SELECT}:sort_kernel", "tl.sort(packed, descending=True)", "tl.sort(packed)", (TIES,)),
-    ("not sorted", f"{SELECT}:sort_kernel", "tl.sort(packed, descending=True)", "packed", (TIES,)),
-    ("the last of equal ones first", f"{SELECT}:sort_kernel", "low = (col.to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF).to(tl.int64)", "low = (col.to(tl.uint32, bitcast=True)).to(tl.int64)", (TIES,)),
-    ("negative above positive", f"{SELECT}:sort_kernel", "((rank ^ 0x80000000).to(tl.int32, bitcast=True)).to(tl.int64) << 32", "(rank.to(tl.int32, bitcast=True)).to(tl.int64) << 32", (TIES,)),
+    ("ascending", f"{SELECT}:sort_kernel", "tl.sort((key.to(tl.int64) << 31) | low, descending=True)", "tl.sort((key.to(tl.int64) << 31) | low)", (TIES,)),
+    ("not sorted", f"{SELECT}:sort_kernel", "tl.sort((key.to(tl.int64) << 31) | low, descending=True)", "(key.to(tl.int64) << 31) | low", (TIES,)),
+    ("the last of equal ones first", f"{SELECT}:sort_kernel", "low = tl.where(exists, 2147483647 - col, 0)", "low = tl.where(exists, col, 0)", (TIES,)),
+    ("negative above positive", f"{SELECT}:sort_kernel", "key = (rank ^ 0x80000000).to(tl.int32, bitcast=True)", "key = rank.to(tl.int32, bitcast=True)", (TIES,)),
     ("all rows read from the first", f"{SELECT}:sort_kernel", "x_ptr += row * x_stride", "x_ptr += row * 0", (TIES,)),
     ("columns of the first row", f"{SELECT}:sort_kernel", "chosen_ptr + row * count + slot", "chosen_ptr + slot", (TIES,)),
     ("values of the first row overwritten", f"{SELECT}:sort_kernel", "value_ptr + row * k + slot", "value_ptr + slot", (TIES,)),

@@ -27,7 +27,8 @@ class SelectConfig(NamedTuple):
 @choice("top_k", tile=(64, 16384), num_warps=(1, 16))
 def select_config(cols: int, k: int, target: Capabilities) -> SelectConfig:
     """Choose the tile: at least four times what is kept of it, so that each pass leaves a fourth."""
-    tile = min(max(4096, 4 * _power_of_two(k)), max(_power_of_two(cols), 64))
+    tile = max(4096, 4 * _power_of_two(k))
+    tile = min(tile, max(_power_of_two(cols), 64)) if target.is_cpu else tile
     return SelectConfig(tile, max(1, min(16, tile // (8 * target.warp_size))))
 
 
@@ -96,7 +97,7 @@ KEPT = 64  # of a tile: candidates of top_k, top_p and min_p
 def draw_config(cols: int, target: Capabilities) -> SelectConfig:
     """Choose the tile of a row: 16 elements for each thread. The bits of log-probabilities depend on it, so it depends
     on nothing but the length of a row."""
-    tile = min(4096, max(_power_of_two(cols), 64))
+    tile = min(4096, max(_power_of_two(cols), 64)) if target.is_cpu else 4096
     return SelectConfig(tile, max(1, tile // (16 * target.warp_size)))
 
 
@@ -126,7 +127,7 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     }
     constants = {"TILE": tile, "ALIGN": align_of(cols, x.stride(0))}
     results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
-    few = _power_of_two(tiles)
+    few = 1 if tiles == 1 else 8 if tiles <= 8 else max(_power_of_two(tiles), 32)
     if not a.limited:
         partial = Partial(largest, total, score, z, kept)
         Launch.of(draw_kernel, num_warps=warps, **constants)(

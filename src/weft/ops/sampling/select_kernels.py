@@ -84,11 +84,11 @@ def sort_kernel(
     x_ptr += row * x_stride
     rank = rank_bits(tl.load(x_ptr + col, mask=exists, other=0.0), exists, 32)
     if TILE > 1:
-        # A rank, then the column from the last to the first; of a slot without an element both are 0.
-        low = (col.to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF).to(tl.int64)
-        packed = (((rank ^ 0x80000000).to(tl.int32, bitcast=True)).to(tl.int64) << 32) | low
-        packed = tl.sort(packed, descending=True)
-        col = (packed.to(tl.uint32) ^ 0xFFFFFFFF).to(tl.int32, bitcast=True)
+        # A rank, then the column from the last to the first.
+        low = tl.where(exists, 2147483647 - col, 0).to(tl.int64)
+        key = (rank ^ 0x80000000).to(tl.int32, bitcast=True)
+        packed = tl.sort((key.to(tl.int64) << 31) | low, descending=True)
+        col = 2147483647 - (packed & 2147483647).to(tl.int32)
         exists = (col >= 0) & (col < cols)
     x = tl.load(x_ptr + col, mask=exists, other=-float("inf"))
     tl.store(value_ptr + row * k + slot, x, mask=slot < k)
