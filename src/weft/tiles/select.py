@@ -6,12 +6,11 @@ from .scores import key_of
 
 @triton.jit
 def rank_bits(x, exists, BITS: tl.constexpr):
-    """Map values to unsigned integers of BITS bits in the same order: 0 for what does not exist, then NaN, then minus
-    infinity. Zeros of both signs are equal. BITS: 32, 19 for fp16 and 16 for bf16, which lose nothing."""
+    """Map values to unsigned integers of BITS bits in the same order: 0 for NaN and for what does not exist. Zeros of
+    both signs are equal. BITS: 32, 19 for fp16 and 16 for bf16, which lose nothing."""
     x = x.to(tl.float32)
     rank = key_of(x).to(tl.uint32, bitcast=True) ^ 0x80000000
-    rank = tl.where(x != x, tl.full((), 1 << (32 - BITS), tl.uint32), rank)
-    return tl.where(exists, rank, tl.zeros((), tl.uint32)) >> (32 - BITS)
+    return tl.where(exists & (x == x), rank, tl.zeros((), tl.uint32)) >> (32 - BITS)
 
 
 @triton.jit

@@ -21,11 +21,17 @@ SPANS, FAR, LAYOUTS, NO_NUMBER = (
         "test_the_largest_of_a_row_with_nan_is_a_number",
     )
 )  # fmt: skip
-FULL, GREEDY, HOT, K, LARGE_K, P, NO_P, NEAR_1, KP, LARGE_KP, JOINT, MIN_P, LOW_MIN_P = (
+NEIGHBORS = f"{T}test_ties_and_odd_values[neighbors-dtype0]"
+STALE = f"{T}test_scratch_may_hold_columns_of_other_calls[zeros]"
+BF16_P, BF16_K = (
+    f"{S}test_draws_are_those_of_sorted_rows[dtype1-{limits}]" for limits in ("p near 1", "large k")
+)
+FLAT_MIN_P = f"{S}test_draws_are_those_of_sorted_rows[dtype0-min p of flat rows]"
+FULL, GREEDY, HOT, K, LARGE_K, P, NO_P, NEAR_1, KP, LARGE_KP, JOINT, MIN_P = (
     f"{S}test_draws_are_those_of_sorted_rows[dtype0-{limits}]"
     for limits in (
         "full", "greedy", "hot", "k", "large k", "p", "p of 0", "p near 1", "k, then p", "large k, then p", "joint",
-        "min p", "low min p",
+        "min p",
     )
 )  # fmt: skip
 EACH, KEPT_TIES, FAR_ROWS = (
@@ -40,19 +46,18 @@ _SELECT: list[tuple[Any, ...]] = [
     ("columns before the span", f"{SELECT}:select_kernel", "(col >= start) & (col < end)", "(col < end)", (SPANS,)),
     ("columns after the span", f"{SELECT}:select_kernel", "(col >= start) & (col < end)", "(col >= start)", (SPANS,)),
     ("the last of equal ones", f"{SELECT}:select_kernel", "first = tl.min(tl.where(exists & (rank == top), col, 2147483647), axis=0)", "first = tl.max(tl.where(exists & (rank == top), col, -1), axis=0)", (EQUAL,)),
-    ("NaN is the largest", f"{TILES}:rank_bits", "tl.where(x != x, tl.full((), 1 << (32 - BITS), tl.uint32), rank)", "rank", (NANS, NO_NUMBER)),
-    ("NaN does not exist", f"{TILES}:rank_bits", "tl.full((), 1 << (32 - BITS), tl.uint32)", "tl.zeros((), tl.uint32)", (NANS,)),
-    ("what does not exist is 0.0", f"{TILES}:rank_bits", "tl.where(exists, rank, tl.zeros((), tl.uint32))", "rank", (SPANS, TIES)),
+    ("NaN is the largest", f"{TILES}:rank_bits", "exists & (x == x), rank,", "exists, rank,", (NANS, NO_NUMBER)),
+    ("what does not exist is 0.0", f"{TILES}:rank_bits", "exists & (x == x), rank,", "x == x, rank,", (SPANS, TIES)),
     ("half as many bits", f"{TILES}:rank_bits", ">> (32 - BITS)", ">> (48 - BITS)", (TIES, HALF)),
     ("all rows read from the first", f"{SELECT}:select_kernel", "tl.multiple_of(row * x_stride, ALIGN) + col", "tl.multiple_of(row * 0, ALIGN) + col", (TIES,)),
     ("32-bit offsets", f"{SELECT}:select_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR,)),
     ("only the first tile", f"{SELECT}:select_kernel", "at = tile * TILE", "at = tile * 0", (TIES,)),
-    ("one bit too few", f"{TILES}:threshold", "while bit != 0:", "while bit > 1:", (TIES,)),
+    ("one bit too few", f"{TILES}:threshold", "while bit != 0:", "while bit > 1:", (NEIGHBORS,)),
     ("threshold of more than k", f"{TILES}:threshold", "t = tl.where(weighs >= least,", "t = tl.where(weighs > least,", (TIES, LONG)),
     ("all ties taken", f"{TILES}:places", "above | (equal & (equals <= wanted))", "above | equal", (EQUAL,)),
     ("ties in no order", f"{TILES}:places", "wanted = k - tl.sum(above.to(tl.int32), axis=0)", "wanted = k", (TIES,)),
-    ("unused slots not written", f"{SELECT}:select_kernel", "(slot >= tl.sum(taken.to(tl.int32), axis=0)) & (slot < k)", "(slot < 0)", (SPANS,)),
-    ("columns of another row's list", f"{SELECT}:select_kernel", "list_ptr + row * count + at", "list_ptr + at", (LONG,)),
+    ("unused slots not written", f"{SELECT}:select_kernel", "(slot >= tl.sum(taken.to(tl.int32), axis=0)) & (slot < k)", "(slot < 0)", (STALE,)),
+    ("columns of another row's list", f"{SELECT}:select_kernel", "list_ptr + row * count + at", "list_ptr + at", (f"{T}test_lengths[70001-600]",)),
 ]  # fmt: skip
 
 _SORT: list[tuple[Any, ...]] = [
@@ -80,7 +85,7 @@ _DRAW: list[tuple[Any, ...]] = [
     ("minus infinity drawn", "draw_kernel", "exists & (z > -float(\"inf\"))", "exists & (z == z)", (ODD_FULL,)),
     ("NaN left out of the sum", "_exponentials", "tl.where(z == m, 1.0, tl.exp(z - m))", "tl.where(z == m, 1.0, tl.where(z == z, tl.exp(z - m), 0.0))", (ODD_FULL,)),
     ("an infinite maximum", "_exponentials", "tl.where(z == m, 1.0, tl.exp(z - m))", "tl.exp(z - m)", (ODD_FULL,)),
-    ("minus infinity counts where all are", "_exponentials", "tl.where(z == -float(\"inf\"), 0.0, ", "tl.where(z == float(\"nan\"), 0.0, ", (FULL,)),
+    ("noise of another stream", "draw_kernel", "tile * TILE, TILE, GUMBEL)", "tile * TILE, TILE, 1)", (FULL,)),
     ("the last of equal scores", "_best", "first = tl.min(tl.where(exists & (score == best), token, 2147483647), axis=0)", "first = tl.max(tl.where(exists & (score == best), token, -1), axis=0)", (GREEDY,)),
     ("32-bit offsets", "draw_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR_ROWS,)),
 ]  # fmt: skip
@@ -105,9 +110,9 @@ _CANDIDATES: list[tuple[Any, ...]] = [
     ("32-bit offsets", "candidates_kernel", "(tl.program_id(0) // tiles).to(tl.int64)", "(tl.program_id(0) // tiles)", (FAR_ROWS,)),
     ("only the first tile", "candidates_kernel", "col = tile * TILE", "col = tile * 0", (K,)),
     ("fewer candidates than said", "candidates_kernel", "(place >= 0) & (place < KEPT)", "(place >= 0) & (place < 3)", (K,)),
-    ("unused slots not written", "candidates_kernel", "slot * 0 - 1, mask=slot >= count", "slot * 0 - 1, mask=slot < 0", (K,)),
+    ("unused slots not written", "candidates_kernel", "slot * 0 - 1, mask=slot >= count", "slot * 0 - 1, mask=slot < 0", (STALE,)),
     ("nothing said to be left out", "candidates_kernel", "floor = tl.where(left_out, t, tl.zeros((), tl.uint32))", "floor = tl.zeros((), tl.uint32)", (NEAR_1, LARGE_K)),
-    ("left out by half", "candidates_kernel", "floor = tl.where(left_out, t,", "floor = tl.where(left_out, t >> 1,", (NEAR_1,)),
+    ("left out by half", "candidates_kernel", "floor = tl.where(left_out, t,", "floor = tl.where(left_out, t >> 1,", (LARGE_K,)),
     ("maximum not scaled", "candidates_kernel", "_statistics(x.to(tl.float32) * inverse, exists)", "_statistics(x.to(tl.float32), exists)", (f"{S}test_log_probabilities_and_the_largest",)),
     ("statistics of the first tile", "candidates_kernel", "partial.total + at", "partial.total + at * 0", (K,)),
     ("logits of the first tile", "candidates_kernel", "value_ptr + out", "value_ptr + place", (K,)),
@@ -126,11 +131,11 @@ _CHOOSE: list[tuple[Any, ...]] = [
     ("the looser of two", "_stricter", "tl.where(t > other_t, ties, other_ties)", "tl.where(t > other_t, other_ties, ties)", (KP, LARGE_KP)),
     ("candidates always enough", "choose_kernel", "known = (floor == 0) | (t > floor)", "known = (floor >= 0) | (t > floor)", (NEAR_1, LARGE_K)),
     ("min_p left out", "choose_kernel", "(order <= ties))) & (e >= least)", "(order <= ties))) & (e >= 0.0)", (MIN_P,)),
-    ("min_p left out of long rows", "choose_kernel", "kept = kept & (_exponentials(z_i, m) >= least)", "kept = kept & (_exponentials(z_i, m) >= 0.0)", (LOW_MIN_P,)),
+    ("min_p left out of long rows", "choose_kernel", "kept = kept & (_exponentials(z_i, m) >= least)", "kept = kept & (_exponentials(z_i, m) >= 0.0)", (FLAT_MIN_P,)),
     ("no noise", "choose_kernel", "score = z + gumbel(random_bits(seed, step, token, GUMBEL))", "score = z", (K,)),
     ("no noise in long rows", "choose_kernel", "tl.where(draws, z_i + noise, z_i)", "z_i", (NEAR_1,)),
     ("noise of the first tile in long rows", "choose_kernel", "random_tile(seed, step, start, TILE, GUMBEL)", "random_tile(seed, step, start * 0, TILE, GUMBEL)", (NEAR_1,)),
-    ("a digit too few", "_threshold_of_row", "while shift >= 0:", "while shift > 0:", (NEAR_1, LARGE_K)),
+    ("a digit too few", "_threshold_of_row", "while shift >= 0:", "while shift > 0:", (BF16_P, BF16_K)),
     ("ties counted anew in each tile", "choose_kernel", "seen += tl.sum(equal.to(tl.int32), axis=0)", "seen += 0 * tl.sum(equal.to(tl.int32), axis=0)", (f"{S}test_draws_are_those_of_sorted_rows[dtype0-large k]",)),
     ("the last of equal scores in long rows", "choose_kernel", "(score_t > best_score)", "(score_t >= best_score)", (f"{S}test_ties_are_kept_by_the_lowest_tokens",)),
     ("rows of the first", "choose_kernel", "logits_ptr += row * stride", "logits_ptr += row * 0", (NEAR_1,)),

@@ -33,6 +33,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "joint": {"top_k": 700, "top_p": 0.05, "order": "joint"},
     "min p": {"min_p": 0.1},
     "low min p": {"min_p": 1e-6},
+    "min p of flat rows": {"min_p": 0.6},
+    "greedy of many": {"temperature": 0.0, "top_k": 700},
     "all": {"top_k": 300, "top_p": 0.95, "min_p": 0.01, "temperature": 0.8},
     "k of all": {"top_k": 10**6},
 }
@@ -165,6 +167,10 @@ def test_ties_are_kept_by_the_lowest_tokens() -> None:
     assert weft.sample(x, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
     assert weft.sample(x, top_p=0.00099, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
     assert weft.sample(x, temperature=0.0).tokens.eq(0).all()
+    assert weft.sample(x[:3], temperature=0.0, top_k=700).tokens.eq(0).all()
+    few = x[:, :40].contiguous()
+    assert weft.sample(few, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    assert weft.sample(few, top_p=0.12, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
     x[:, 4000] = 3.0
     assert weft.sample(x, top_k=3, step=step).tokens.unique().tolist() == [0, 1, 4000]
 

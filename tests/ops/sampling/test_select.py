@@ -12,6 +12,7 @@ from torch import Tensor
 import weft
 from tests.catalogue.layouts import far_apart
 from weft.lab.families.selection import in_order
+from weft.ops.sampling import launch
 from weft.runtime import choosing_for
 
 INF, NAN = float("inf"), float("nan")
@@ -30,6 +31,7 @@ def rows_of(kind: str, cols: int) -> Tensor:
         "only nan": torch.full((3, cols), NAN),
         "infinities": torch.where(drawn > 2, INF, drawn),
         "plain": drawn,
+        "neighbors": 1.0 + 2.0**-23 * ((drawn > 0).int() + (drawn > 2.3).int()),
     }[kind]
 
 
@@ -44,7 +46,18 @@ def assert_sorted(x: Tensor, k: int, got: Any, start: int = 0, end: int | None =
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind",
-    ["equal", "two values", "grid", "zeros", "minus infinity", "nan", "only nan", "infinities", "plain"],
+    [
+        "equal",
+        "two values",
+        "grid",
+        "zeros",
+        "minus infinity",
+        "nan",
+        "only nan",
+        "infinities",
+        "plain",
+        "neighbors",
+    ],
 )
 def test_ties_and_odd_values(kind: str, dtype: torch.dtype) -> None:
     x = rows_of(kind, 9001).to(dtype)
@@ -78,6 +91,16 @@ def test_tiles_of_gpus(target: str) -> None:
     with choosing_for(target):
         for k in (1, 700):
             assert_sorted(x, k, weft.top_k(x, k))
+
+
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_scratch_may_hold_columns_of_other_calls(fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.torch, "empty", fill)
+    x = torch.randn(2, 5000)
+    assert_sorted(x[:, :4200], 300, weft.top_k(x, 300, ends=torch.tensor([4200, 4200])), 0, 4200)
+    got = weft.sample(x[:, :4100], top_k=500, step=3).tokens
+    monkeypatch.undo()
+    assert torch.equal(got, weft.sample(x[:, :4100], top_k=500, step=3).tokens)
 
 
 def test_spans() -> None:

@@ -56,7 +56,7 @@ def _temperature(requests, number, row):
 @triton.jit
 def _exponentials(z, m):
     """Return exp(z - m) for the maximum m of all z that are numbers: 1 at the maximum even if it is infinite."""
-    return tl.where(z == -float("inf"), 0.0, tl.where(z == m, 1.0, tl.exp(z - m)))
+    return tl.where(z == m, 1.0, tl.exp(z - m))
 
 
 @triton.jit
