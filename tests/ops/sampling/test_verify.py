@@ -391,8 +391,9 @@ def test_offsets_have_64_bits() -> None:
     logits, q = far_apart(5, 96), far_apart(4, 96)
     logits.zero_()[torch.arange(5), tokens] = 30.0
     q.zero_()[torch.arange(4), tokens[:4]] = 0.9
-    got = weft.verify(logits[None], tokens[None, :4], q[None])
-    assert got.tokens.tolist() == [tokens.tolist()]
+    for temperature in (1.0, 0.0):
+        got = weft.verify(logits[None], tokens[None, :4], q[None], temperature=temperature)
+        assert got.tokens.tolist() == [tokens.tolist()]
 
 
 def test_a_logit_far_above_the_others() -> None:
@@ -406,7 +407,7 @@ def test_a_logit_far_above_the_others() -> None:
 
 def test_the_last_of_many_parts() -> None:
     logits = torch.zeros(1, 2, 65 * PART + 3)
-    logits[..., -1] = 20.0
+    logits[..., -1] = 200.0
     q = torch.zeros(1, 1, 65 * PART + 3)
     q[..., -1] = 0.9
     for method in ("chain", "block"):
