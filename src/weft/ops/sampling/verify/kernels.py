@@ -263,10 +263,9 @@ def residual_kernel(
         positive = exists & (r > 0.0)
         mass += tl.sum(tl.where(positive, r, 0.0), axis=0)
         # Tokens without a residual are drawn from p if no token has one.
-        residual = drafted & (t > 0.0)
-        score = tl.where(residual & positive, tl.log(tl.where(positive, r, 1.0)), z)
+        score = tl.where(drafted & positive, tl.log(tl.where(positive, r, 1.0)), z)
         score = tl.where(t > 0.0, score + noise, z)
-        preferred = positive | (residual == 0)
+        preferred = positive | (drafted == 0)
         best = tl.maximum(best, tl.max(_keys(score, col, preferred), axis=0))
     tl.store(best_ptr + item * parts.number + part, best)
     if JOINT:
