@@ -47,6 +47,7 @@ from .rows.cumsum import cumsum
 from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
 from .rows.xielu import xielu
+from .sampling.linear_sample.linear_sample import linear_sample
 
 connect(Ops(dequantize_codes, run))
 
@@ -99,6 +100,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_sample",
     "log_softmax",
     "logsumexp",
     "matmul",

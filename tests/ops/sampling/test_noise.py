@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 import weft  # noqa: F401  chooses the backend
+from weft.ops.sampling import noise
 from weft.tiles.noise import ACCEPT, GUMBEL, gumbel, random_bits, random_tile, uniform
 
 TOKENS = 64
@@ -88,6 +89,27 @@ def test_gumbel_numbers_of_all_sizes_are_exact_to_a_few_roundings() -> None:
     # Of -log(e): the rounding of e to 1.5 units adds as much, the logarithm 2 units of the result.
     assert ((g - truth).abs() <= 3.0e-7 + 2.4e-7 * truth.abs()).all()
     assert g.max() > 22  # the finest step: -log(2^-33)
+
+
+@pytest.mark.parametrize("stream", [GUMBEL.value, ACCEPT.value])
+def test_reference_has_the_bits_of_tiles(stream: int) -> None:
+    seeds, steps = torch.tensor([0, 1, -7, 2**62 + 5]), torch.tensor([0, 3, 2**40, -1])
+    tokens = torch.randint(0, 2**31 - 1, (TOKENS,), dtype=torch.int32)
+    bits, tile = (torch.empty(4, TOKENS, dtype=torch.int32) for _ in range(2))
+    noise_of_tiles = torch.empty(4, TOKENS)
+    _write[(1,)](seeds, steps, tokens, bits, tile, noise_of_tiles, 0, stream)
+    rows = seeds[:, None], steps[:, None]
+    assert torch.equal(noise.random_bits(*rows, tokens.long(), stream).int(), bits)
+    if stream == GUMBEL.value:
+        assert torch.equal(noise.gumbel(*rows, tokens.long()), noise_of_tiles)
+
+
+def test_reference_rounds_as_tiles_do() -> None:
+    """The logarithms of a hundred thousand numbers, so that one rounded twice would show."""
+    bits = np.random.default_rng(2).integers(0, 2**32, 2**17)
+    u, g = numbers(bits)
+    assert torch.equal(noise.uniform(torch.from_numpy(bits)).double(), u)
+    assert torch.equal(noise.gumbel_of(torch.from_numpy(bits)).double(), g)
 
 
 def test_moments() -> None:
