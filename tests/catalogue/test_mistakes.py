@@ -321,6 +321,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "index_add_": {"out": torch.zeros(100, 64), "index": LABELS, "x": X},
     "segment_sum": {"x": X, "ends": torch.tensor([3, 8])},
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
+    "linear_sample": {
+        "hidden": X, "weight": HEAD, "bias": torch.zeros(100), "seed": LABELS, "step": torch.tensor([3]),
+    },
     "softmax": {"x": X},
     "log_softmax": {"x": X},
     "logsumexp": {"x": X},

@@ -131,7 +131,7 @@ def _column(y, start_col, vocab):
 
 @triton.jit
 def _first_largest(score, col):
-    """Return (the largest score, its column) of each row [ROWS]; of equal ones, the first column."""
+    """Return (the largest score, its column) of each row [ROWS]; of equal ones, the first column. A NaN is no score."""
     largest = tl.max(score, axis=1)
     column = tl.min(tl.where(score == largest[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
     return largest, column
@@ -160,7 +160,7 @@ class Drawn(NamedTuple):
 @triton.jit
 def _drawn(drawn, z, first, start_col, noise):
     """Return the best of `drawn` and of the logits z [ROWS, VOCAB] of the columns from `first` on. The score of a logit
-    is the logit, with noise if there is a seed; NaN has none."""
+    is the logit, with noise if there is a seed."""
     SLICES: tl.constexpr = z.shape[1] // SLICE
     slices = tl.reshape(z, (z.shape[0], SLICES, SLICE))
     for i in range(SLICES):
@@ -177,7 +177,6 @@ def _drawn(drawn, z, first, start_col, noise):
                     noise.seed[:, None], noise.step[:, None], (start_col + col)[None, :], GUMBEL
                 )
             score = part + gumbel(bits)
-        score = tl.where(part > -float("inf"), score, -float("inf"))
         top, argmax = _first_largest(score, col)
         at_best = tl.sum(tl.where(col[None, :] == argmax[:, None], part, 0.0), axis=1)
         is_better = top > drawn.score

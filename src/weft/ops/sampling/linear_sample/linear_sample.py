@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ....runtime import Op, autocasted
-from ...common.checks import real, whole
+from ...common.checks import no_tensor, real, whole
 from ...common.rows import compute_dtype, count_rows
 from ...loss.linear_logprobs.linear_logprobs import check_head
 from ...loss.sharding import VocabShard
@@ -40,6 +40,8 @@ def _check_noise(a: LinearSampleArgs) -> None:
     for name, value in (("seed", a.seed), ("step", a.step)):
         if value is None:
             continue
+        if value.layout is not torch.strided:
+            raise no_tensor(name, value)
         if value.dtype is not torch.int64 or value.device != a.hidden.device:
             raise ValueError(
                 f"{name} must be int64 on {a.hidden.device} like hidden; got {value.dtype} on {value.device}"
