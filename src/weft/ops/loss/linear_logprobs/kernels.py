@@ -196,7 +196,7 @@ def linear_logprobs_kernel(
     target_ptr,  # [rows], or None to draw the targets
     order_ptr,  # int32 [rows + 1], or None if all rows have a target
     classes_ptr,  # [vocab], or None
-    seed_ptr,  # int64 [rows], or None to draw without noise
+    seed_ptr,  # int64 [rows] or one element; None to draw without noise
     step_ptr,
     stats_ptr,  # fp32 [splits, STATS, rows], tokens in the order of `order`
     rows,
