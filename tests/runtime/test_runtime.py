@@ -768,6 +768,7 @@ def host_times() -> dict[str, float]:
         ("router_linear", "plain", 2.0),
         ("route", "plain", 2.0),
         ("linear_logprobs", "plain", 5.0),  # three launches, six allocations
+        ("linear_sample", "plain", 4.0),  # two launches, three allocations
         ("matmul", "plain", 4.5),
         ("matmul of FP8", "plain", 6.0),  # two quantized tensors are unpacked
         ("grouped_matmul", "plain", 5.0),

@@ -132,6 +132,7 @@ def measure() -> dict[str, float]:
             "router_linear": lambda: weft.router_linear(x, vocabulary),
             "route": lambda: weft.route(scores, 8),
             "linear_logprobs": lambda: weft.linear_logprobs(x, vocabulary, labels),
+            "linear_sample": lambda: weft.linear_sample(x, vocabulary, seed=labels, step=labels),
             "matmul": lambda: weft.matmul(tokens, vocabulary.T, engine="weft"),
             "matmul of FP8": lambda: weft.matmul(codes, square),
             "attention": lambda: weft.attention(queries, keys, keys, is_causal=True, engine="weft"),

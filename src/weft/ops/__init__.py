@@ -48,6 +48,7 @@ from .rows.normalize import group_norm, l2_normalize
 from .rows.softmax import log_softmax, logsumexp, softmax
 from .rows.xielu import xielu
 from .sampling.arguments import Sampled, TopK
+from .sampling.linear_sample.linear_sample import linear_sample
 from .sampling.process.process import process_logits
 from .sampling.sample import sample
 from .sampling.top_k import top_k
@@ -109,6 +110,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_sample",
     "log_softmax",
     "logsumexp",
     "matmul",

@@ -27,7 +27,7 @@ K = "_join_statistics_kernel"
 LINES: dict[str, list[tuple[Any, ...]]] = {
     K: [
         ("only the first part", K, "for part in range(parts)", "for part in range(1)", (PLAIN,)),
-        ("picked of the last part only", K, "picked += tl.load", "picked = tl.load", (PLAIN,)),
+        ("picked of the last part only", K, "picked += picked2", "picked = picked2", (PLAIN,)),
         ("moments omitted", K, "moment2 = tl.load(in_ptr + FEW * stride", "moment2 = 0.0 * tl.load(in_ptr + FEW * stride", (PLAIN,)),
         ("ignored tokens NaN", K, "tl.where(y == ignore_index, 0.0", "tl.where(y != ignore_index, 0.0", (SMOOTH,)),
         ("results stored by position", K, "tl.store(logprob_ptr + row,", "tl.store(logprob_ptr + position,", (SMOOTH,)),
@@ -42,7 +42,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("totals stored by position", K, "tl.store(total_ptr + row,", "tl.store(total_ptr + position,", (SMOOTH,)),
         ("moments not rescaled", "tiles/softmax.py:merge_moments", "moment_j + down_j * l_j", "moment_j", (PLAIN,)),
         ("totals not rescaled", "tiles/softmax.py:merge_moments", "l_i * alpha + l_j * alpha_j", "l_i + l_j", (PLAIN,)),
-        ("targets past the vocabulary accepted", K, "(y >= 0) & (y < vocab)\n    largest", "(y >= 0) & (y < vocab + 9)\n    largest", (EACH,)),
+        ("targets past the vocabulary accepted", K, "(y >= 0) & (y < vocab)", "(y >= 0) & (y < vocab + 9)", (EACH,)),
         ("ignored tokens counted as live", K, "exists & (y != ignore_index) & (y >= 0)", "exists & (y >= -100)", (EACH,)),
         ("statistics stored by position", K, "out_ptr = joined_ptr + row", "out_ptr = joined_ptr + position", (STATISTICS,)),
         ("total stored as picked", K, "tl.store(out_ptr + 2 * stride, picked, mask=exists)", "tl.store(out_ptr + 2 * stride, total, mask=exists)", (STATISTICS,)),

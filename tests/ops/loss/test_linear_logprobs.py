@@ -373,9 +373,7 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
 def test_forward_traffic_excludes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes counted with the launches of an H100 are operands and a few elements per token. They are linear in the
     tokens and in the vocabulary: no term has their product."""
-    monkeypatch.setattr(
-        launch, "_span", lambda vocab, tiles, tile, target: (2, -(-vocab // tile // 2) * tile)
-    )
+    monkeypatch.setattr(launch, "_span", lambda vocab, tile, target: (2, -(-vocab // tile // 2) * tile))
 
     def moved(rows: int, vocab: int) -> int:
         tensors = problem(rows, 64, vocab)
@@ -564,7 +562,7 @@ def test_an_ignored_column() -> None:
 
 def test_splits_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single split has many tiles of the vocabulary."""
-    monkeypatch.setattr(launch, "_span", lambda vocab, tiles, tile, device: (1, -(-vocab // tile) * tile))
+    monkeypatch.setattr(launch, "_span", lambda vocab, tile, device: (1, -(-vocab // tile) * tile))
     tensors = problem(10, 24, 600)
     check(Call(weft.linear_logprobs, tensors))
     check(Call(weft.linear_logprobs, tensors | ALL))

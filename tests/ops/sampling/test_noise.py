@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft  # noqa: F401  chooses the backend
 from weft.ops.sampling import noise
-from weft.tiles.noise import ACCEPT, GUMBEL, gumbel, random_bits, random_tile, uniform
+from weft.tiles.noise import ACCEPT, GUMBEL, RESIDUAL, gumbel, random_bits, random_tile, uniform
 
 TOKENS = 64
 
@@ -91,20 +91,33 @@ def test_gumbel_numbers_of_all_sizes_are_exact_to_a_few_roundings() -> None:
     assert g.max() > 22  # the finest step: -log(2^-33)
 
 
+@pytest.mark.parametrize("stream", [noise.GUMBEL, noise.ACCEPT, noise.RESIDUAL])
+def test_reference_has_the_bits_of_tiles(stream: int) -> None:
+    seeds, steps = torch.tensor([0, 1, -7, 2**62 + 5]), torch.tensor([0, 3, 2**40, -1])
+    tokens = torch.randint(0, 2**31 - 1, (TOKENS,), dtype=torch.int32)
+    bits, tile = (torch.empty(4, TOKENS, dtype=torch.int32) for _ in range(2))
+    noise_of_tiles = torch.empty(4, TOKENS)
+    _write[(1,)](seeds, steps, tokens, bits, tile, noise_of_tiles, 0, stream)
+    rows = seeds[:, None], steps[:, None]
+    assert torch.equal(noise.random_bits(*rows, tokens.long(), stream).int(), bits)
+    if stream == noise.GUMBEL:
+        assert torch.equal(noise.gumbel(*rows, tokens.long()), noise_of_tiles)
+
+
+def test_reference_rounds_as_tiles_do() -> None:
+    """The logarithms of a hundred thousand numbers, so that one rounded twice would show."""
+    bits = np.random.default_rng(2).integers(0, 2**32, 2**17)
+    u, g = numbers(bits)
+    assert torch.equal(noise.uniform(torch.from_numpy(bits)).double(), u)
+    assert torch.equal(noise.gumbel_of(torch.from_numpy(bits)).double(), g)
+
+
+def test_streams_have_the_numbers_of_tiles() -> None:
+    assert (GUMBEL.value, ACCEPT.value, RESIDUAL.value) == (noise.GUMBEL, noise.ACCEPT, noise.RESIDUAL)
+
+
 def test_moments() -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, 2**20)
     _, g = numbers(bits)
     assert abs(g.mean() - 0.5772156649) < 6e-3
     assert abs(g.var() - np.pi**2 / 6) < 1.5e-2
-
-
-def test_noise_in_plain_pytorch_has_the_same_bits() -> None:
-    seeds, steps = torch.tensor([0, 1, -7, 2**62 + 5]), torch.tensor([0, 3, 2**40, -1])
-    tokens = torch.arange(TOKENS, dtype=torch.int32) * 40_001
-    bits, number = torch.empty(4, TOKENS, dtype=torch.int32), torch.empty(4, TOKENS)
-    _write[(1,)](seeds, steps, tokens, bits, torch.empty_like(bits), number, 0, GUMBEL.value)
-    mine = noise.random_bits(seeds[:, None], steps[:, None], tokens.long())
-    assert torch.equal(mine, bits.long() & 0xFFFFFFFF)
-    assert torch.equal(noise.gumbel(mine), number)
-    many = np.random.default_rng(2).integers(0, 2**32, 2**20)
-    assert torch.equal(noise.gumbel(torch.from_numpy(many)).double(), numbers(many)[1])

@@ -14,7 +14,7 @@ from torch import Tensor
 import weft
 from tests.catalogue.layouts import far_apart
 from weft.ops.sampling import launch
-from weft.ops.sampling.noise import gumbel, random_bits
+from weft.ops.sampling.noise import gumbel, gumbel_of
 from weft.runtime import choosing_for
 
 INF, NAN = float("inf"), float("nan")
@@ -102,7 +102,7 @@ def test_log_probabilities_and_the_largest() -> None:
 def test_probabilities_by_enumeration() -> None:
     """Integrated over a grid of the numbers that the noise is made of, each token wins with its probability."""
     bits = torch.arange(2**11, 2**32, 2**12)  # 2^20 of them, in the middle of equal parts
-    noise = np.sort(gumbel(bits).double().numpy())
+    noise = np.sort(gumbel_of(bits).double().numpy())
     for logits in ([0.0, 0.0], [1.5, -2.0, 0.25], [0.0, 0.1, -0.1, 3.0, -3.0, 1.0, 2.0, -1.0]):
         z = np.array(logits)
         wins = []
@@ -214,7 +214,7 @@ def test_shards_of_the_vocabulary_draw_what_the_whole_draws() -> None:
     """The noise of a token is that of its number in the whole vocabulary: the best of the shards' best is the draw."""
     x = torch.randn(6, 1000)
     whole = weft.sample(x, seed=4, step=1).tokens
-    noise = gumbel(random_bits(torch.tensor(4), torch.tensor(1), torch.arange(1000)))
+    noise = gumbel(torch.tensor(4), torch.tensor(1), torch.arange(1000))
     for cut in (1, 333, 999):
         best = [
             (part + noise[first : first + part.shape[1]]).max(-1)

@@ -189,6 +189,27 @@ def product_of_head(a: Tensor, b: Tensor) -> Near:
     return Near(a @ b, 4 * EPS32 * (1 + (a.shape[-1] / 2) ** 0.5) * sizes)
 
 
+def head_logits(a: dict[str, Any], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (products, logits, error allowed to fp32 logits) of hidden states [T, H] in float64, for arguments of
+    `linear_logprobs`."""
+    weight = a["weight"].double()
+    x = hidden @ weight.t()
+    x_err = product_of_head(hidden.detach(), weight.detach().t()).noise
+    if a.get("bias") is not None:
+        x = x + a["bias"].double()
+        x_err = x_err + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
+    finite = x.detach() > -torch.inf
+    u = x * a["logit_scale"]
+    if a["softcap"] is not None:
+        u = torch.where(finite, a["softcap"] * torch.tanh(u / a["softcap"]), u)
+    z = u / a["temperature"]
+    scale = a["logit_scale"] / a["temperature"]
+    z_err = scale * x_err + 4 * EPS32 * z.detach().masked_fill(~finite, 0.0).abs()
+    if a["softcap"] is not None:
+        z_err = z_err + 4 * EPS32 * a["softcap"] / a["temperature"]
+    return x, z, z_err
+
+
 def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> dict[str, Near | Tensor]:
     """Return the loss or logprobs and all other results for arguments of `linear_cross_entropy` or `linear_logprobs`.
 
@@ -202,21 +223,10 @@ def head_truth(a: dict[str, Any], upstream: dict[str, Tensor] | None = None) -> 
     y = y.where(valid, 0)
     leaves = {name: a[name].detach().double().requires_grad_() for name in names}
     hidden = leaves["hidden"].reshape(-1, cols).where(valid[:, None], 0.0)
-    x = hidden @ leaves["weight"].t()
-    x_err = product_of_head(hidden.detach(), leaves["weight"].detach().t()).noise
-    if "bias" in leaves:
-        x = x + leaves["bias"]
-        x_err = x_err + EPS32 * x.detach().nan_to_num(neginf=0.0).abs()
+    x, z, z_err = head_logits(a | leaves, hidden)
     x.retain_grad()
     finite = x.detach() > -torch.inf
-    u = x * a["logit_scale"]
-    if a["softcap"] is not None:
-        u = torch.where(finite, a["softcap"] * torch.tanh(u / a["softcap"]), u)
-    z = u / a["temperature"]
     scale = a["logit_scale"] / a["temperature"]
-    z_err = scale * x_err + 4 * EPS32 * z.detach().masked_fill(~finite, 0.0).abs()
-    if a["softcap"] is not None:
-        z_err = z_err + 4 * EPS32 * a["softcap"] / a["temperature"]
     lse = torch.logsumexp(z, 1)
     log_p = z - lse[:, None]
     p = log_p.exp()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import sample, top_k
-from ...ops.sampling.noise import gumbel, random_bits
+from ...ops.sampling.noise import gumbel
 from ..chain import Chain
 from ..family import Family, Moved
 from ..problem import Call, Inputs, Size, Workload
@@ -137,7 +137,7 @@ def sample_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | T
             among[0] = True
         kept = order[among]
         kept = kept[p[kept] >= setting("min_p", row, 0.0) * p.max()]
-        noise = gumbel(random_bits(a["seed"][row], a["step"][row], kept)).double()
+        noise = gumbel(a["seed"][row], a["step"][row], kept).double()
         score = z[kept] + (noise if t else 0.0)
         token = int(kept[score == score.max()].min())
         tokens.append(token)

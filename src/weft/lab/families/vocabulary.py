@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.loss.statistics import NamedStatistics, Softmax, Wanted
+from ...ops.sampling.noise import gumbel
 from ...runtime import Op, catalogue
 from ..family import Family
 from ..problem import Call, Inputs, Workload
@@ -50,8 +51,10 @@ _OPTIONS = (*Softmax._fields, *Wanted._fields)
 def _run(op: Op[Any, Any], kwargs: dict[str, Any]) -> Any:
     """Call an op with keyword arguments, in which the fields of `softmax` and `wanted` are flattened."""
     tensors = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-    softmax = Softmax(*(kwargs[name] for name in Softmax._fields))
-    return op(op.arguments.cls(**tensors, softmax=softmax, wanted=_wanted(kwargs)))
+    tensors["softmax"] = Softmax(*(kwargs[name] for name in Softmax._fields))
+    if "wanted" in op.arguments.cls._fields:
+        tensors["wanted"] = _wanted(kwargs)
+    return op(op.arguments.cls(**tensors))
 
 
 def _wanted(kwargs: dict[str, Any]) -> Wanted:
@@ -67,6 +70,23 @@ def cross_entropy_statistics(**kwargs: Any) -> NamedStatistics:
 def linear_statistics(**kwargs: Any) -> NamedStatistics:
     """Call the op `linear_statistics`."""
     return NamedStatistics.of(_run(catalogue["linear_statistics"], kwargs).stats, _wanted(kwargs))
+
+
+class DrawnStatistics(NamedTuple):
+    """Statistics of drawn targets by name, [T] each."""
+
+    largest: Tensor
+    total: Tensor
+    picked: Tensor
+    highest: Tensor
+    best: Tensor  # a column, as an integer
+
+
+def linear_sample_statistics(**kwargs: Any) -> DrawnStatistics:
+    """Call the op `linear_sample_statistics`."""
+    largest, total, picked, highest, bits = _run(catalogue["linear_sample_statistics"], kwargs).stats.unbind()
+    best = bits.view(torch.int64 if bits.dtype is torch.float64 else torch.int32)
+    return DrawnStatistics(largest, total, picked, highest, best)
 
 
 class Results(NamedTuple):
@@ -165,8 +185,24 @@ def _build_head(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> C
     return Call(linear_statistics, tensors | _kind(workload))
 
 
+def draw_noise(inputs: Inputs, rows: int | None) -> dict[str, Tensor]:
+    """Return a seed and a step for each of the rows, or one of each for all rows."""
+    shape = () if rows is None else (rows,)
+    seed, step = (inputs.normal(*shape, std=2.0**40, dtype=torch.float32).long() for _ in range(2))
+    return {"seed": seed, "step": step}
+
+
+def _build_drawn(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
+    """Build the draws of a shard: of each row by its own noise, or by one seed and step for all."""
+    call = _build_head(workload, inputs, shape)
+    tensors = {name: call[name] for name in ("hidden", "weight", "bias")}
+    options = {name: call[name] for name in Softmax._fields}
+    noise = draw_noise(inputs, shape[0] if workload.options == "everything" else None)
+    return Call(linear_sample_statistics, {**tensors, **noise, "stats": None, **options})
+
+
 def _more(op: str, name: str) -> dict[str, Any]:
-    if op == "linear_statistics":
+    if op in ("linear_statistics", "linear_sample_statistics"):
         return {"moves": 3.0, "rereads": SHARED}
     if op == "sharded_logprobs":
         return {
@@ -192,6 +228,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
         ("cross_entropy_statistics", _build_rows, _USED, OPTIONS),
         ("sharded_logprobs", _build_join, _USED, OPTIONS),
         ("linear_statistics", _build_head, _USED_HEADS, HEAD_OPTIONS),
+        ("linear_sample_statistics", _build_drawn, _USED_HEADS, HEAD_OPTIONS),
     )
     for options, names in used.items()
     for name in names
@@ -262,7 +299,8 @@ def _rows_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Ten
     return _statistics_truth(call, *_capped(call, x.reshape(-1, x.shape[-1])), call["weight"])
 
 
-def _head_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+def _logits_of_head(call: Call) -> tuple[Tensor, Tensor]:
+    """Return (z, error allowed to fp32) of a head."""
     hidden = call["hidden"].double().reshape(-1, call["hidden"].shape[-1])
     product = product_of_head(hidden, call["weight"].double().t())
     x, x_err = product.truth, product.noise
@@ -270,7 +308,35 @@ def _head_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Ten
         x = x + call["bias"].double()
         x_err = x_err + EPS32 * x.abs()
     z, z_err = _capped(call, x)
-    return _statistics_truth(call, z, z_err + call["scale"] * x_err, call["classes"])
+    return z, z_err + call["scale"] * x_err
+
+
+def _head_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    return _statistics_truth(call, *_logits_of_head(call), call["classes"])
+
+
+def drawn_truth(
+    z: Tensor, z_err: Tensor, seed: Tensor | None, step: Tensor | None, start: int
+) -> tuple[Tensor, Near]:
+    """Return the columns of the highest scores, which must be so by more than the error, and these scores."""
+    score, error = z, z_err
+    if seed is not None and step is not None:
+        tokens = torch.arange(start, start + z.shape[1])
+        score = z + gumbel(seed.reshape(-1, 1), step.reshape(-1, 1), tokens).double()
+        error = error + EPS32 * score.abs()
+    highest, best = score.max(1)
+    own = error.gather(1, best[:, None])
+    rivals = (score + error + own).scatter(1, best[:, None], -torch.inf)
+    assert (rivals.amax(1) < highest).all(), "two scores are too close to tell which is higher: draw others"
+    return best + start, Near(highest, own[:, 0])
+
+
+def _drawn_statistics_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
+    z, z_err = _logits_of_head(call)
+    best, highest = drawn_truth(z, z_err, call["seed"], call["step"], call["start"])
+    plain = dict.fromkeys(Wanted._fields, False)
+    stats = _statistics_truth(call.with_(target=best, **plain), z, z_err, None)
+    return stats | {"highest": highest, "best": best.int()}
 
 
 def _joined_truth(call: Call, upstream: dict[str, Tensor]) -> dict[str, Near | Tensor]:
@@ -353,6 +419,7 @@ FAMILY = Family(
     truths={
         "cross_entropy_statistics": _rows_truth,
         "linear_statistics": _head_truth,
+        "linear_sample_statistics": _drawn_statistics_truth,
         "sharded_logprobs": _joined_truth,
     },
 )

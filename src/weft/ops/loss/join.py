@@ -9,7 +9,7 @@ from torch import Tensor
 from ...language import tl
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, kernel, remembered
 from ...tiles.softmax import LOWEST, merge_moments, merge_squares
-from .statistics import Softmax, Statistics, TokenResults, Wanted
+from .statistics import LinearSampled, Softmax, Statistics, TokenResults, Wanted
 
 # Transformation of the logits before the softmax.
 PLAIN = tl.constexpr(0)
@@ -17,6 +17,7 @@ SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 
 FEW = tl.constexpr(3)  # statistics that are always computed: largest, total, picked
+DRAWN = tl.constexpr(2)  # those of drawn targets besides: highest, best
 
 
 class JoinConfig(NamedTuple):
@@ -42,10 +43,11 @@ class Scaling(NamedTuple):
 
 @kernel
 def _join_statistics_kernel(
-    target_ptr,  # [rows]
-    order_ptr,  # int32 [rows + 1], the order of the tokens in stats; None if stats has them in their own order
     stats_ptr,  # fp32 [parts, STATS, rows]
+    target_ptr,  # [rows], or None if the parts drew targets
+    order_ptr,  # int32 [rows + 1], the order of the tokens in stats; None if stats has them in their own order
     joined_ptr,  # fp32 [STATS, rows], output for joined statistics; None to write results instead
+    token_ptr,  # int64 [rows], output for the drawn targets, or None
     # Results, fp32 [rows] each, or None
     logprob_ptr,
     lse_ptr,
@@ -67,18 +69,21 @@ def _join_statistics_kernel(
     ROWS: tl.constexpr,
 ):
     """Join the statistics of all parts in order, and store either them or the results computed from them."""
-    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
+    IS_DRAWN: tl.constexpr = target_ptr is None
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY + DRAWN * IS_DRAWN
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     stride = rows.to(tl.int64)  # int64: multiples of it may exceed 32 bits
     exists = position < rows
     row = position
     if order_ptr is not None:
         row = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
-    y = tl.load(target_ptr + row, mask=exists, other=0)
-    if order_ptr is not None:
-        live = position < tl.load(order_ptr + rows)
-    else:
-        live = exists & (y != ignore_index) & (y >= 0) & (y < vocab)
+    live = exists
+    if not IS_DRAWN:
+        y = tl.load(target_ptr + row, mask=exists, other=0)
+        if order_ptr is not None:
+            live = position < tl.load(order_ptr + rows)
+        else:
+            live = exists & (y != ignore_index) & (y >= 0) & (y < vocab)
     largest = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
@@ -87,12 +92,13 @@ def _join_statistics_kernel(
     mass = tl.zeros((ROWS,), tl.float32)
     there = tl.zeros((ROWS,), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)
     for part in range(parts):
         in_ptr = stats_ptr + tl.cast(part, tl.int64) * STATS * stride + position
         largest2 = tl.load(in_ptr, mask=live, other=LOWEST)
         total2 = tl.load(in_ptr + stride, mask=live, other=0.0)
-        picked += tl.load(in_ptr + 2 * stride, mask=live, other=0.0)
+        picked2 = tl.load(in_ptr + 2 * stride, mask=live, other=0.0)
         moment2 = tl.zeros((ROWS,), tl.float32)
         if ENTROPY:
             moment2 = tl.load(in_ptr + FEW * stride, mask=live, other=0.0)
@@ -110,8 +116,16 @@ def _join_statistics_kernel(
         if SQUARES:
             squares2 = tl.load(in_ptr + (FEW + ENTROPY + 3 * SPREAD) * stride, mask=live, other=0.0)
             squares = merge_squares(largest, squares, largest2, squares2)
-        if ACCURACY:
+        if ACCURACY or IS_DRAWN:
             argmax = tl.load(in_ptr + (STATS - 1) * stride, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        if IS_DRAWN:
+            highest2 = tl.load(in_ptr + (STATS - 2) * stride, mask=live, other=-float("inf"))
+            picked = tl.where(highest2 > highest, picked2, picked)
+            best = tl.where(highest2 > highest, argmax, best)
+            highest = tl.maximum(highest, highest2)
+        else:
+            picked += picked2
+        if ACCURACY:
             best = tl.where(largest2 > largest, argmax, best)
         largest, total, moment = merge_moments(largest, total, moment, largest2, total2, moment2)
     if joined_ptr is not None:
@@ -127,13 +141,22 @@ def _join_statistics_kernel(
             tl.store(out_ptr + (FEW + ENTROPY + 2) * stride, there, mask=exists)
         if SQUARES:
             tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * stride, squares, mask=exists)
-        if ACCURACY:
+        if IS_DRAWN:
+            tl.store(out_ptr + (STATS - 2) * stride, highest, mask=exists)
+        if ACCURACY or IS_DRAWN:
             tl.store(out_ptr + (STATS - 1) * stride, best.to(tl.float32, bitcast=True), mask=exists)
     else:
-        missing = tl.where(y == ignore_index, 0.0, float("nan"))
         log_total = tl.log(total)
+        if IS_DRAWN:
+            live = best >= 0
+            missing = float("nan")
+            tl.store(token_ptr + row, best.to(tl.int64), mask=exists)
+        else:
+            missing = tl.where(y == ignore_index, 0.0, float("nan"))
+            tl.store(lse_ptr + row, tl.where(live, largest + log_total, missing), mask=exists)
+            tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
+            tl.store(total_ptr + row, tl.where(live, total, 1.0), mask=exists)
         tl.store(logprob_ptr + row, tl.where(live, (picked - largest) - log_total, missing), mask=exists)
-        tl.store(lse_ptr + row, tl.where(live, largest + log_total, missing), mask=exists)
         if ENTROPY:
             tl.store(entropy_ptr + row, tl.where(live, log_total - moment / total, missing), mask=exists)
         if SPREAD:
@@ -146,8 +169,6 @@ def _join_statistics_kernel(
             tl.store(log_sum_squares_ptr + row, tl.where(live, log_sum_squares, missing), mask=exists)
         if ACCURACY:
             tl.store(hit_ptr + row, tl.where(live & (best == y.to(tl.int32)), 1.0, 0.0), mask=exists)
-        tl.store(largest_ptr + row, tl.where(live, largest, 0.0), mask=exists)
-        tl.store(total_ptr + row, tl.where(live, total, 1.0), mask=exists)
 
 
 @remembered
@@ -170,17 +191,20 @@ def _join_launch(
 
 
 def launch_join(
-    o: TokenResults | Statistics,
+    o: TokenResults | Statistics | LinearSampled,
     stats: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     order: Tensor | None,
     softmax: Softmax,
     wanted: Wanted,
 ) -> None:
-    """Join stats [parts, STATS, T] into statistics or results; `order`, if not None, is the order of their tokens."""
+    """Join stats [parts, STATS, T] into statistics or results; `order`, if not None, is the order of their tokens.
+    Without a target, the parts drew one."""
     outputs: dict[str, Tensor | None]
     if isinstance(o, Statistics):
         outputs = {"joined_ptr": o.stats}
+    elif isinstance(o, LinearSampled):
+        outputs = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs}
     else:
         outputs = {
             "logprob_ptr": o.logprobs,
@@ -193,7 +217,7 @@ def launch_join(
             "total_ptr": o.total,
             "shares_ptr": o.shares,
         }
-    device = capabilities_of(target.device)
-    _join_launch(target.numel(), stats.shape[0], softmax.vocab, softmax.ignore_index, wanted, device)(
-        *_join_statistics_kernel.tensors(target_ptr=target, order_ptr=order, stats_ptr=stats, **outputs)
+    device, (parts, _, rows) = capabilities_of(stats.device), stats.shape
+    _join_launch(rows, parts, softmax.vocab, softmax.ignore_index, wanted, device)(
+        *_join_statistics_kernel.tensors(stats_ptr=stats, target_ptr=target, order_ptr=order, **outputs)
     )

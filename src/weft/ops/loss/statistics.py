@@ -8,6 +8,10 @@ For the logits z of one token over a part of the columns, with class weights w (
     squares = sum(exp(z - largest)^2)                                   if the squares are
     best = the first column with the largest z                          if the accuracy is, as the bits of a float
 
+If a target is drawn, y is the first column with the largest score, which is z, or z with noise. Two more statistics are
+`highest`, its score (minus infinity if no column can be drawn), and `best`, which is y (or -1), as the bits of a float.
+The picked logit of all parts is that of the part with the highest score.
+
 The statistics are fp32 [STATS, T]. A part is a split of a kernel's work or the shard of a rank; one kernel joins either
 kind, in order. A part with no columns, or only minus infinities, has (LOWEST, 0, 0, ...), which needs no special case
 when parts are joined.
@@ -116,6 +120,14 @@ class TokenResults(NamedTuple):
             new(rows),
             new((2, rows)) if wanted.spread else None,
         )
+
+
+class LinearSampled(NamedTuple):
+    """Results of `linear_sample`."""
+
+    # [...] each
+    tokens: Tensor  # int64; -1 for a row without a logit above minus infinity
+    logprobs: Tensor
 
 
 DIFFERENTIABLE = ("logprobs", "lse", "entropy", "spread")  # of `TokenResults`

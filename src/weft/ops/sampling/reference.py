@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.rows import compute_dtype
 from .arguments import SampleArgs, Sampled, TopK, TopKArgs
-from .noise import gumbel, random_bits
+from .noise import gumbel
 
 
 def descending(x: Tensor, exists: Tensor | None = None) -> Tensor:
@@ -83,7 +83,7 @@ def sample_reference(a: SampleArgs) -> Sampled:
     m = z.masked_fill(z.isnan(), -torch.inf).amax(-1, keepdim=True)
     total = torch.where(z == m, 1.0, (z - m).exp()).masked_fill(z == -torch.inf, 0.0).sum(-1, keepdim=True)
     token = torch.arange(cols, device=z.device)
-    noise = gumbel(random_bits(a.seed.reshape(-1, 1), a.step.reshape(-1, 1), token))
+    noise = gumbel(a.seed.reshape(-1, 1), a.step.reshape(-1, 1), token)
     score = torch.where(t > 0, z + noise, z).masked_fill(~kept_tokens(a, z, m, total), -torch.inf)
     best = score.amax(-1, keepdim=True)
     chosen = torch.where((score == best) & (score > -torch.inf), token, cols).amin(-1, keepdim=True)

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 from ....language import tl, triton
 from ....runtime import kernel
+from ....tiles.noise import GUMBEL, gumbel, random_bits, random_tile
 from ....tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
 from ....tiles.split import dot_fp32
-from ..join import CAPPED, FEW, PLAIN, Scaling
+from ..join import CAPPED, DRAWN, FEW, PLAIN, Scaling
 
 
 @triton.jit
@@ -128,14 +129,75 @@ def _column(y, start_col, vocab):
     return tl.where(inside, column, -1).to(tl.int32)
 
 
+@triton.jit
+def _first_largest(score, col):
+    """Return (the largest score, its column) of each row [ROWS]; of equal ones, the first column. A NaN is no score."""
+    largest = tl.max(score, axis=1)
+    column = tl.min(tl.where(score == largest[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
+    return largest, column
+
+
+# Columns that get noise at a time. With the noise of a whole tile, the products of sm_90 would spill 16 KB.
+SLICE = tl.constexpr(8)
+
+
+class Noise(NamedTuple):
+    """Arguments of the noise of the tokens of a tile."""
+
+    seed: Any  # int64 [ROWS], or None
+    step: Any
+    ALIGNED: Any  # tokens begin at multiples of 4
+
+
+class Drawn(NamedTuple):
+    """Best column of each row so far, [ROWS] each."""
+
+    score: Any
+    column: Any  # -1 for none
+    z: Any
+
+
+@triton.jit
+def _drawn(drawn, z, first, start_col, noise):
+    """Return the best of `drawn` and of the logits z [ROWS, VOCAB] of the columns from `first` on. The score of a logit
+    is the logit, with noise if there is a seed."""
+    SLICES: tl.constexpr = z.shape[1] // SLICE
+    slices = tl.reshape(z, (z.shape[0], SLICES, SLICE))
+    for i in range(SLICES):
+        at = tl.arange(0, SLICES)[None, :, None] == i
+        part = tl.sum(tl.where(at, slices, 0.0), axis=1)  # [ROWS, SLICE]
+        begin = first + i * SLICE
+        col = begin + tl.arange(0, SLICE)  # [SLICE]
+        score = part
+        if noise.seed is not None:
+            if noise.ALIGNED:
+                bits = random_tile(noise.seed, noise.step, start_col + begin, SLICE, GUMBEL)
+            else:
+                bits = random_bits(
+                    noise.seed[:, None], noise.step[:, None], (start_col + col)[None, :], GUMBEL
+                )
+            score = part + gumbel(bits)
+        top, argmax = _first_largest(score, col)
+        at_best = tl.sum(tl.where(col[None, :] == argmax[:, None], part, 0.0), axis=1)
+        is_better = top > drawn.score
+        drawn = Drawn(
+            tl.where(is_better, top, drawn.score),
+            tl.where(is_better, argmax, drawn.column),
+            tl.where(is_better, at_best, drawn.z),
+        )
+    return drawn
+
+
 @kernel
 def linear_logprobs_kernel(
     hidden_ptr,  # [rows, cols]
     weight_ptr,  # [vocab, cols]
     bias_ptr,  # [vocab], or None
-    target_ptr,  # [rows]
-    order_ptr,  # int32 [rows + 1]
+    target_ptr,  # [rows], or None to draw the targets
+    order_ptr,  # int32 [rows + 1], or None if all rows have a target
     classes_ptr,  # [vocab], or None
+    seed_ptr,  # int64 [rows] or one element; None to draw without noise
+    step_ptr,
     stats_ptr,  # fp32 [splits, STATS, rows], tokens in the order of `order`
     rows,
     cols,
@@ -144,6 +206,8 @@ def linear_logprobs_kernel(
     weight_stride,
     start_col,  # index of weight's first row in the whole vocabulary
     span,  # columns per split, a multiple of VOCAB
+    seed_stride,
+    step_stride,
     softcap: float,
     scale: float,
     KIND: tl.constexpr,
@@ -158,15 +222,27 @@ def linear_logprobs_kernel(
     ALIGN: tl.constexpr,  # cols, hidden_stride and weight_stride are multiples of it
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
     TMA: tl.constexpr,
+    ALIGNED: tl.constexpr,  # start_col is a multiple of 4
 ):
     """Compute the statistics of ROWS tokens over one split of the vocabulary."""
-    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY
+    IS_DRAWN: tl.constexpr = target_ptr is None
+    STATS: tl.constexpr = FEW + ENTROPY + 3 * SPREAD + SQUARES + ACCURACY + DRAWN * IS_DRAWN
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     split = tl.program_id(1).to(tl.int64)
-    count = tl.load(order_ptr + rows)
-    live = position < count
-    row = tl.load(order_ptr + position, mask=live, other=0).to(tl.int64)
-    y = _column(tl.load(target_ptr + row, mask=live, other=-1), start_col, vocab)
+    if order_ptr is not None:
+        count = tl.load(order_ptr + rows)
+        live = position < count
+        row = tl.load(order_ptr + position, mask=live, other=0).to(tl.int64)
+    else:
+        count = rows
+        live = position < count
+        row = tl.where(live, position, 0).to(tl.int64)
+    noise = Noise(None, None, ALIGNED)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr + row * seed_stride, mask=live, other=0)
+        noise = Noise(seed, tl.load(step_ptr + row * step_stride, mask=live, other=0), ALIGNED)
+    if not IS_DRAWN:
+        y = _column(tl.load(target_ptr + row, mask=live, other=-1), start_col, vocab)
     hidden_off = tl.multiple_of(row * hidden_stride, ALIGN)
     span = (span // VOCAB) * VOCAB
     first = (split * span).to(tl.int32)
@@ -181,15 +257,18 @@ def linear_logprobs_kernel(
     columns = tl.zeros((ROWS,), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)  # the first column with the largest z
+    drawn = Drawn(tl.full((ROWS,), -float("inf"), tl.float32), best, picked)
     tokens, weight = Tokens(hidden_ptr, hidden_off, live), Weight(weight_ptr, weight_stride, vocab, cols)
     for start in range(first, last, VOCAB):
         x = _product(tokens, weight, start, ProductCut(SPLIT, ROWS, VOCAB, TILE, ALIGN, COLS_MASKED, TMA))
         col = start + tl.arange(0, VOCAB)  # [VOCAB]
         z, _ = _capped(x, bias_ptr, col, vocab, Scaling(softcap, scale, KIND))  # [ROWS, VOCAB]
-        picked += tl.sum(tl.where(col[None, :] == y[:, None], z, 0.0), axis=1)
+        if IS_DRAWN:
+            drawn = _drawn(drawn, z, start, start_col, noise)
+        else:
+            picked += tl.sum(tl.where(col[None, :] == y[:, None], z, 0.0), axis=1)
         if ACCURACY:
-            top = tl.max(z, axis=1)
-            argmax = tl.min(tl.where(z == top[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
+            top, argmax = _first_largest(z, col)
             best = tl.where(top > largest, argmax, best)
         if SPREAD:
             finite = z > -float("inf")
@@ -208,6 +287,9 @@ def linear_logprobs_kernel(
             largest, total = add_exponentials(largest, total, z, 1)
     stats_stride = rows.to(tl.int64)  # int64: multiples of it may exceed 32 bits
     out_ptr = stats_ptr + split * STATS * stats_stride + position
+    if IS_DRAWN:
+        picked, best = drawn.z, drawn.column
+        tl.store(out_ptr + (STATS - 2) * stats_stride, drawn.score, mask=live)
     tl.store(out_ptr, largest, mask=live)
     tl.store(out_ptr + stats_stride, total, mask=live)
     tl.store(out_ptr + 2 * stats_stride, picked, mask=live)
@@ -223,7 +305,7 @@ def linear_logprobs_kernel(
         tl.store(spread_ptr + 2 * stats_stride, columns, mask=live)
     if SQUARES:
         tl.store(out_ptr + (FEW + ENTROPY + 3 * SPREAD) * stats_stride, squares, mask=live)
-    if ACCURACY:
+    if ACCURACY or IS_DRAWN:
         best = tl.where(best < 0, best, best + start_col)
         tl.store(
             out_ptr + (STATS - 1) * stats_stride, best.to(tl.int32).to(tl.float32, bitcast=True), mask=live

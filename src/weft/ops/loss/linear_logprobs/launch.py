@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows, scan_config
-from ..join import CAPPED, join_config, launch_join
-from ..statistics import Softmax, Statistics, TokenResults, Wanted
+from ..join import CAPPED, DRAWN, join_config, launch_join
+from ..statistics import LinearSampled, Softmax, Statistics, TokenResults, Wanted
 from .arguments import (
-    AnyHeadArgs,
     HeadGradients,
     LinearBackwardArgs,
     LinearLogprobsArgs,
@@ -72,25 +71,25 @@ def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capa
     return HeadConfig(64 if role == "logits" and rich else 128, 128, 32, 8, 3)
 
 
-class _Operands:
-    """Hidden states and weight in the layout that kernels read."""
+class Operands:
+    """Hidden states, weight and bias in the layout that kernels read."""
 
-    def __init__(self, a: AnyHeadArgs) -> None:
-        self.device = capabilities_of(a.hidden.device)
-        self.dtype = torch.promote_types(a.hidden.dtype, a.weight.dtype)  # dtype of dlogits
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.device = capabilities_of(hidden.device)
+        self.dtype = torch.promote_types(hidden.dtype, weight.dtype)  # dtype of dlogits
         # Matrix units multiply operands of one 16-bit dtype natively.
-        self.whole = a.hidden.dtype == a.weight.dtype and self.dtype != torch.float32
-        self.hidden, self.weight = flat_rows(a.hidden), flat_rows(a.weight)
-        self.target, self.bias, self.classes = (
-            a.target.contiguous(),
-            contiguous(a.bias),
-            contiguous(a.classes),
-        )
+        self.whole = hidden.dtype == weight.dtype and self.dtype != torch.float32
+        self.hidden, self.weight, self.bias = flat_rows(hidden), flat_rows(weight), contiguous(bias)
         self.rows, self.cols = self.hidden.shape
         self.columns = self.weight.shape[0]
-        self.strides = self.hidden.stride(0), self.weight.stride(0)
-        max_align = 4 if a.hidden.dtype is torch.float32 else 8
-        self.align = align_of(self.cols, *self.strides, least=max_align)
+        least = 4 if hidden.dtype is torch.float32 else 8
+        weight_stride = self.weight.stride(0)
+        of_weight = align_of(self.cols, weight_stride, least=least)
+        # The tile, and so the bits of a token's results, must not depend on the layout of the hidden states.
+        if self.whole and of_weight > 1 and align_of(self.hidden.stride(0), least=least) == 1:
+            self.hidden = self.hidden.clone(memory_format=torch.contiguous_format)
+        self.strides = self.hidden.stride(0), weight_stride
+        self.align = align_of(of_weight, self.strides[0], least=least)
 
     def config(self, role: Role, rich: bool, squares: bool = False) -> HeadConfig:
         return head_config(role, self.whole and self.align > 1, rich, squares, self.device)
@@ -105,13 +104,13 @@ class _Operands:
         return torch.empty(shape, dtype=dtype, device=self.hidden.device)
 
 
-def _span(vocab: int, tiles: int, tile: int, target: Capabilities) -> tuple[int, int]:
-    """Return (splits, span), the number of vocabulary splits and the columns of each, with enough programs to keep all
-    multiprocessors busy."""
-    vocab_tiles = max(1, -(-vocab // tile))
-    splits = min(vocab_tiles, max(1, -(-4 * target.multiprocessors // tiles)))
-    span = -(-vocab_tiles // splits)
-    return -(-vocab_tiles // span), span * tile
+def _span(vocab: int, tile: int, target: Capabilities) -> tuple[int, int]:
+    """Return (splits, span), the number of vocabulary splits and the columns of each: one tile of tokens keeps all
+    multiprocessors busy. More tokens have the same splits, since those decide the order of sums: a token's results have
+    the same bits in any batch."""
+    tiles = max(1, -(-vocab // tile))
+    span = -(-tiles // target.multiprocessors)
+    return -(-tiles // span), span * tile
 
 
 @remembered
@@ -130,8 +129,8 @@ def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
 
 @remembered
 def _product_launch(
-    sizes: tuple[int, int, int], strides: tuple[int, int], start: int, kind: int, wanted: Wanted, whole: bool,
-    align: int, tma: bool, target: Capabilities,
+    sizes: tuple[int, int, int], strides: tuple[int, int], noise_strides: tuple[int, int], start: int, kind: int,
+    aligned: bool, wanted: Wanted, whole: bool, align: int, tma: bool, target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
     """Bind the forward product of (rows, cols, vocab)."""
     rows, cols, vocab = sizes
@@ -154,11 +153,11 @@ def _product_launch(
         ALIGN=align,
         COLS_MASKED=cols % config.k != 0,
         TMA=tma,
+        ALIGNED=aligned,
     )
-    tiles = -(-rows // config.m)
-    splits, span = _span(vocab, tiles, config.n, target)
+    splits, span = _span(vocab, config.n, target)
     return launch.bind(
-        (tiles, splits, 1),
+        (-(-rows // config.m), splits, 1),
         rows=rows,
         cols=cols,
         vocab=vocab,
@@ -166,42 +165,77 @@ def _product_launch(
         weight_stride=strides[1],
         start_col=start,
         span=span,
+        seed_stride=noise_strides[0],
+        step_stride=noise_strides[1],
     )
 
 
-def _launch_products(
-    o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
+class Choice(NamedTuple):
+    """Choice of the token whose log-probability is computed in each row: the target, or if there is none, the one with
+    the largest score."""
+
+    target: Tensor | None = None  # [T]
+    order: Tensor | None = None  # int32 [T + 1]
+    classes: Tensor | None = None
+    # Of the noise, int64 with one element or T; None for scores without noise.
+    seed: Tensor | None = None
+    step: Tensor | None = None
+
+    @property
+    def noise_strides(self) -> tuple[int, int]:
+        seed, step = (0 if t is None or t.numel() == 1 else 1 for t in (self.seed, self.step))
+        return seed, step
+
+
+def launch_products(
+    o: TokenResults | Statistics | LinearSampled,
+    x: Operands,
+    choice: Choice,
+    softmax: Softmax,
+    wanted: Wanted,
 ) -> None:
-    """Order the tokens, compute the statistics of each split of the vocabulary, and join the splits into the statistics
-    of a shard or into results."""
-    x, softmax, wanted = _Operands(a), a.softmax, a.wanted
-    _launch_order(order, x.target, softmax)
+    """Compute the statistics of each split of the vocabulary, and join the splits into the statistics of a shard or
+    into results."""
     launch = _product_launch(
         (x.rows, x.cols, x.columns),
         x.strides,
+        choice.noise_strides,
         softmax.start,
         softmax.kind,
+        choice.seed is None or softmax.start % 4 == 0,
         wanted,
         x.whole,
         x.align,
         x.descriptors(x.weight),
         x.device,
     )
-    stats = x.empty(launch.grid[1], wanted.statistics, x.rows)
+    stats = x.empty(launch.grid[1], wanted.statistics + DRAWN.value * (choice.target is None), x.rows)
     launch(
         *linear_logprobs_kernel.tensors(
             hidden_ptr=x.hidden,
             weight_ptr=x.weight,
             bias_ptr=x.bias,
-            target_ptr=x.target,
-            order_ptr=order,
-            classes_ptr=x.classes,
+            target_ptr=choice.target,
+            order_ptr=choice.order,
+            classes_ptr=choice.classes,
+            seed_ptr=choice.seed,
+            step_ptr=choice.step,
             stats_ptr=stats,
             softcap=softmax.cap,
             scale=softmax.scale,
         )
     )
-    launch_join(o, stats, x.target, order, softmax, wanted)
+    launch_join(o, stats, choice.target, choice.order, softmax, wanted)
+
+
+def _launch_labeled(
+    o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
+) -> None:
+    """Order the tokens, and launch the products of those with a target."""
+    target = a.target.contiguous()
+    _launch_order(order, target, a.softmax)
+    choice = Choice(target, order, contiguous(a.classes))
+    launch_products(o, Operands(a.hidden, a.weight, a.bias), choice, a.softmax, a.wanted)
 
 
 class _Backward:
@@ -209,7 +243,7 @@ class _Backward:
 
     def __init__(self, o: HeadGradients, a: LinearBackwardArgs) -> None:
         self.o, self.a = o, a
-        self.x = x = _Operands(a)
+        self.x = x = Operands(a.hidden, a.weight, a.bias)
         self.rich = a.dentropy is not None or a.dspread is not None or a.softmax.softcap is not None
         self.config = config = x.config("dlogits", self.rich)
         self.tiles = -(-x.rows // config.m)
@@ -241,7 +275,7 @@ class _Backward:
         launch(
             (-(-x.rows // rows), 1, 1),
             *linear_factors_kernel.arguments(
-                target_ptr=x.target,
+                target_ptr=a.target.contiguous(),
                 order_ptr=a.order,
                 largest_ptr=a.largest,
                 total_ptr=a.total,
@@ -307,7 +341,7 @@ class _Backward:
                 weight_ptr=x.weight,
                 bias_ptr=x.bias,
                 order_ptr=a.order,
-                classes_ptr=None if a.dspread is None else x.classes,
+                classes_ptr=None if a.dspread is None else contiguous(a.classes),
                 total_ptr=None if self.kept is None else a.total,
                 factors_ptr=self.factors,
                 labels_ptr=self.labels,
@@ -410,12 +444,12 @@ def launch_linear_logprobs_backward(o: HeadGradients, a: LinearBackwardArgs) -> 
 
 
 def launch_linear_statistics(o: Statistics, a: LinearStatisticsArgs) -> None:
-    _launch_products(o, new_order(a.target), a)
+    _launch_labeled(o, new_order(a.target), a)
 
 
 def launch_linear_logprobs(o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
     if a.stats is None:
-        _launch_products(o.tokens, o.order, a)
+        _launch_labeled(o.tokens, o.order, a)
     else:
         target = a.target.contiguous()
         _launch_order(o.order, target, a.softmax)

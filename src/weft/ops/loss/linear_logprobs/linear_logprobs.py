@@ -242,21 +242,29 @@ class Head(NamedTuple):
     def check(self, skip_below: float | None) -> None:
         hidden, weight, bias, target, shard = self
         check_tensors("hidden weight target", hidden, weight, target)
-        check_input("hidden", hidden)
-        check_tensor("weight", weight, FLOATS, hidden.device)
-        if (
-            weight.dim() != 2
-            or weight.shape[1] != hidden.shape[-1]
-            or (weight.numel() == 0 and shard is None)
-            or (target.shape != hidden.shape[:-1] and target.shape == weight.shape[:-1])
-        ):
-            raise _wrong_head(hidden, weight, target)
-        check_shard(shard, weight.shape[0])
-        if bias is not None:
-            check_tensor("bias", bias, FLOATS, hidden.device, weight.shape[:1])
+        check_head(hidden, weight, bias, target, shard)
         check_target(target, hidden, "hidden")
         if skip_below is not None and not 0.0 <= real("skip_below", skip_below) < 1.0:
             raise ValueError(f"skip_below must be a probability below 1; got {skip_below}")
+
+
+def check_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, shard: VocabShard | None
+) -> None:
+    """Raise an error unless these are hidden states and a head. A target, if there is one, tells them apart."""
+    check_tensors("hidden weight", hidden, weight)
+    check_input("hidden", hidden)
+    check_tensor("weight", weight, FLOATS, hidden.device)
+    if (
+        weight.dim() != 2
+        or weight.shape[1] != hidden.shape[-1]
+        or (weight.numel() == 0 and shard is None)
+        or (target is not None and target.shape != hidden.shape[:-1] and target.shape == weight.shape[:-1])
+    ):
+        raise _wrong_head(hidden, weight, target)
+    check_shard(shard, weight.shape[0])
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, hidden.device, weight.shape[:1])
 
 
 def localize_head(head: Head, class_weight: Tensor | None = None) -> Local | None:
@@ -268,16 +276,18 @@ def localize_head(head: Head, class_weight: Tensor | None = None) -> Local | Non
     return localize(tensors, target, {"weight": 0, "bias": 0}, "hidden")
 
 
-def _wrong_head(hidden: Tensor, weight: Tensor, target: Tensor) -> ValueError:
+def _wrong_head(hidden: Tensor, weight: Tensor, target: Tensor | None) -> ValueError:
     """Return the error for hidden states, a weight and targets whose shapes do not match."""
     note = ""
-    if hidden.dim() == 2 and weight.shape[-1:] == hidden.shape[-1:] and target.shape == weight.shape[:-1]:
-        note = ". The hidden states come first, then the weight"
+    if target is not None and hidden.dim() == 2 and weight.shape[-1:] == hidden.shape[-1:]:
+        note = ". The hidden states come first, then the weight" if target.shape == weight.shape[:-1] else ""
     elif weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
         note = ". If the columns of weight are the vocabulary, pass weight.t()"
+    *shapes, last = [str(tuple(x.shape)) for x in (hidden, weight, target) if x is not None]
     return ValueError(
-        "hidden must be [..., H] and weight [V, H] with one H and at least one row, and target one class per "
-        f"row of hidden; got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}{note}"
+        "hidden must be [..., H] and weight [V, H] with one H and at least one row"
+        f"{', and target one class per row of hidden' if target is not None else ''}; got "
+        f"{', '.join(shapes)} and {last}{note}"
     )
 
 

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from ...common.rows import compute_dtype, count_rows
-from ..statistics import Statistics, Targets, capped_reference, joined_reference, statistics_reference
+from ..statistics import (
+    Softmax,
+    Statistics,
+    Targets,
+    capped_reference,
+    joined_reference,
+    statistics_reference,
+)
 from .arguments import (
     AnyHeadArgs,
     HeadGradients,
@@ -17,15 +24,20 @@ from .arguments import (
 )
 
 
+def logits_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softmax: Softmax
+) -> tuple[Tensor, Tensor | float]:
+    """Return (z, slope): z [T, V] of hidden states [T, H] in the dtype to compute in; dz/dx."""
+    x = hidden @ weight.to(hidden.dtype).t()
+    return capped_reference(x if bias is None else x + bias.to(x.dtype), softmax)
+
+
 def _logits(a: AnyHeadArgs, targets: Targets) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return (hidden, z, slope): the hidden states [T, H], zero for tokens without a target; z [T, V]; dz/dx."""
     dtype = compute_dtype(a.hidden)
     hidden = a.hidden.reshape(count_rows(a.hidden), a.hidden.shape[-1])
     hidden = torch.where(targets.valid[:, None], hidden, 0.0).to(dtype)
-    x = hidden @ a.weight.to(dtype).t()
-    if a.bias is not None:
-        x = x + a.bias.to(dtype)
-    return hidden, *capped_reference(x, a.softmax)
+    return hidden, *logits_reference(hidden, a.weight, a.bias, a.softmax)
 
 
 def linear_statistics_reference(a: LinearStatisticsArgs | LinearLogprobsArgs) -> Statistics:

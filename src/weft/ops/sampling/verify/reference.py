@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....tiles.noise import ACCEPT, GUMBEL, RESIDUAL
 from ...common.rows import compute_dtype
-from ..noise import gumbel, random_bits, uniform
+from ..noise import ACCEPT, GUMBEL, RESIDUAL, gumbel_of, random_bits, uniform
 from .arguments import AcceptArgs, Verified, VerifyArgs
 
 # ---- tokens that were chosen ----------------------------------------------------------------------------
@@ -78,7 +77,7 @@ def verify_reference(a: VerifyArgs) -> Verified:
     seed, step = (x.column(requests, device) for x in (a.seed, a.step))
     real = (a.drafts >= 0) & (a.drafts < cols)
     drafts = torch.where(real, a.drafts, 0).long()
-    passed = uniform(random_bits(seed, step + place[:-1], drafts, ACCEPT.value)) < c.accept
+    passed = uniform(random_bits(seed, step + place[:-1], drafts, ACCEPT)) < c.accept
     if a.joint:
         length = (passed * place[1:]).amax(1, keepdim=True)
     else:
@@ -86,9 +85,7 @@ def verify_reference(a: VerifyArgs) -> Verified:
     # The row after the accepted drafts.
     row = length[..., None].expand(-1, 1, cols)
     z, r = z.gather(1, row)[:, 0], c.residual.gather(1, row)[:, 0]
-    own, other = (
-        gumbel(random_bits(seed, step + length, token, s.value)).to(dtype) for s in (GUMBEL, RESIDUAL)
-    )
+    own, other = (gumbel_of(random_bits(seed, step + length, token, s)).to(dtype) for s in (GUMBEL, RESIDUAL))
     drafted = torch.nn.functional.pad(real, (0, 1)).gather(1, length)
     score = torch.where(drafted & (r > 0).any(-1, keepdim=True), r.log(), z) + torch.where(
         drafted, other, own

@@ -1,0 +1,1 @@
+"""Draws from a linear head, without logits in memory."""
