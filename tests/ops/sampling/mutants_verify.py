@@ -71,8 +71,8 @@ _ACCEPT: list[tuple[Any, ...]] = [
     ("children before their parent", K, "& (token >= 0), row, nodes)", "& (token >= 0), row * 0, nodes)", PARENTS),
     ("no choice matches no draft", K, "tl.where(inside & (token >= 0), row, nodes)", "tl.where(inside, row, nodes)", NO_TOKENS),
     ("the last draft skipped", K, "exists = (draft >= 0) & (draft < nodes - 1)", "exists = (draft >= 0) & (draft < nodes - 2)", LONG),
-    ("one more accepted", K, "(length - 1)", "length", CHAINS),
-    ("path of tokens", K, "row.to(tl.int64))", "token)", PATH),
+    ("one more accepted", K, "request, length - 1)", "request, length)", CHAINS),
+    ("path of tokens", K, "path_ptr + off + at, row)", "path_ptr + off + at, token)", PATH),
     ("depths of children that of their parents", f"{OP}:_depths", "(depth > 0).long()", "(depth > 1).long()", DEPTHS),
     ("depths of grandchildren", f"{OP}:_depths", "range((nodes - 1).bit_length())", "range(1)", DEPTHS),
     ("steps not counted", f"{OP}:_depths", "    depth = torch.arange(nodes, device=device)\n    if", "    depth = torch.arange(nodes, device=device) * 0\n    if", TEXTS),
@@ -143,7 +143,7 @@ _RESIDUAL: list[tuple[Any, ...]] = [
     ("noise of the first tile", K, "random_tile(seed, step, first + start, TILE", "random_tile(seed, step, first, TILE", PARTS),
     ("noise of the first part", K, "random_tile(seed, step, first + start, TILE", "random_tile(seed, step, start, TILE", PARTS),
     ("only the first part", K, "first = part * LENGTH", "first = part * 0", PARTS),
-    ("rows of draft probabilities at their length", K, "drafts.stride, ALIGN", "cols, ALIGN", FAR),
+    ("rows of draft probabilities at their length", K, "drafts.stride, ALIGN", "cols, ALIGN", STRIDED),
 ]  # fmt: skip
 
 K = "verify_kernel"

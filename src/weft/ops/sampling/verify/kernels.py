@@ -39,15 +39,14 @@ def accept_kernel(
     its parent, so the walk ends."""
     request = tl.program_id(0).to(tl.int64)
     off, drafts_off, parents_off = request * nodes, request * (nodes - 1), request * parents_stride
-    row = tl.program_id(0) * 0
-    length = tl.program_id(0) * 0
+    row, length = request * 0, request * 0
     for at in range(nodes):
         inside = (row >= 0) & (row < nodes)
         token = tl.load(chosen_ptr + off + row, mask=inside, other=-1)
         tl.store(tokens_ptr + off + at, token)
-        tl.store(path_ptr + off + at, row.to(tl.int64))
-        length += inside.to(tl.int32)
-        child = nodes
+        tl.store(path_ptr + off + at, row)
+        length += inside.to(tl.int64)
+        child = request * 0 + nodes
         if drafts_ptr is not None:
             for start in range(tl.where(inside & (token >= 0), row, nodes), nodes - 1, BLOCK):
                 draft = start + tl.arange(0, BLOCK)  # [BLOCK]
@@ -58,8 +57,8 @@ def accept_kernel(
                 drafted = tl.load(drafts_ptr + drafts_off + draft, mask=exists, other=-1)
                 follows = exists & (parent == row) & (drafted == token)
                 child = tl.minimum(child, tl.min(tl.where(follows, draft + 1, nodes), axis=0))
-        row = tl.where(child < nodes, child, -1).to(tl.int32)
-    tl.store(accepted_ptr + request, (length - 1).to(tl.int64))
+        row = tl.where(child < nodes, child, -1)
+    tl.store(accepted_ptr + request, length - 1)
 
 
 # ---- keys: scores and their tokens, in an order ---------------------------------------------------------
