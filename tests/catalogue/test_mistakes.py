@@ -328,6 +328,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "verify": {
         "logits": X.view(2, 4, 64), "drafts": LABELS[:6].view(2, 3), "draft_probs": torch.rand(2, 3, 64),
     },
+    "sample": {"logits": X},
+    "top_k": {"x": X, "k": 3, "ends": LABELS},
     "linear_sample": {
         "hidden": X, "weight": HEAD, "bias": torch.zeros(100), "seed": LABELS, "step": torch.tensor([3]),
     },

@@ -112,7 +112,7 @@ _CANDIDATES: list[tuple[Any, ...]] = [
     ("fewer candidates than said", "candidates_kernel", "(place >= 0) & (place < KEPT)", "(place >= 0) & (place < 3)", (K,)),
     ("unused slots not written", "candidates_kernel", "slot * 0 - 1, mask=slot >= count", "slot * 0 - 1, mask=slot < 0", (STALE,)),
     ("nothing said to be left out", "candidates_kernel", "floor = tl.where(left_out, t, tl.zeros((), tl.uint32))", "floor = tl.zeros((), tl.uint32)", (NEAR_1, LARGE_K)),
-    ("left out by half", "candidates_kernel", "floor = tl.where(left_out, t,", "floor = tl.where(left_out, t >> 1,", (LARGE_K,)),
+    ("left out by half", "candidates_kernel", "floor = tl.where(left_out, t,", "floor = tl.where(left_out, t >> 1,", (f"{S}test_limits_below_what_one_tile_passes_on",)),
     ("maximum not scaled", "candidates_kernel", "_statistics(x.to(tl.float32) * inverse, exists)", "_statistics(x.to(tl.float32), exists)", (f"{S}test_log_probabilities_and_the_largest",)),
     ("statistics of the first tile", "candidates_kernel", "partial.total + at", "partial.total + at * 0", (K,)),
     ("logits of the first tile", "candidates_kernel", "value_ptr + out", "value_ptr + place", (K,)),

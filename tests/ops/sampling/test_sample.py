@@ -63,6 +63,15 @@ def test_draws_are_those_of_sorted_rows(limits: str, dtype: torch.dtype) -> None
             assert_equal(got, weft.sample(x, seed=3, step=step, **LIMITS[limits]))
 
 
+def test_limits_below_what_one_tile_passes_on() -> None:
+    """The 100 largest are all in the first tile, of which 64 are candidates."""
+    x, step = torch.randn(64, 9001), torch.arange(64)
+    x[:, :4096] += 5
+    got = weft.sample(x, top_k=100, step=step)
+    with weft.backend("reference"):
+        assert_equal(got, weft.sample(x, top_k=100, step=step))
+
+
 def test_of_each_request() -> None:
     x = torch.randn(40, 3000)
     row = torch.arange(40)

@@ -34,12 +34,13 @@ _DRAWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "min-p": (("odd/33",), {"min_p": 0.05}),
     "requests": (("llama3-8b/logits", "odd/33"), {"requests": True}),
 }
-_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2}
+_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2, "k50": 1.15, "k-p": 1.07, "requests": 1.07}
 _AGAIN = "what tiles pass on is read again: for a short row or a large k as much as the row"
 
 
-def _moves(name: str) -> dict[str, Any]:
-    return {"moves": _MOVED[name], "rereads": _AGAIN} if name in _MOVED else {}
+def _moves(name: str, options: str) -> dict[str, Any]:
+    moves = _MOVED.get(name, _MOVED.get(options))
+    return {} if moves is None else {"moves": moves, "rereads": _AGAIN}
 
 
 def _build_top_k(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
@@ -66,7 +67,7 @@ WORKLOADS: tuple[Workload, ...] = (
         Workload(
             "top_k", name, options, SHAPES[name], 64, _build_top_k, frozenset({"inference"}), torch.float32,
             settings=tuple(settings.items()),
-            **_moves(name),
+            **_moves(name, options),
         )
         for options, uses in _SELECTED.items()
         for name, settings in uses
@@ -74,7 +75,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *(
         Workload(
             "sample", name, options, SHAPES[name], 64, _build_sample, frozenset({"inference"}), torch.float32,
-            settings=tuple(settings.items()), **_moves(name),
+            settings=tuple(settings.items()), **_moves(name, options),
         )
         for options, (names, settings) in _DRAWN.items()
         for name in names

@@ -28,8 +28,9 @@ class SelectConfig(NamedTuple):
 def select_config(cols: int, k: int, target: Capabilities) -> SelectConfig:
     """Choose the tile: at least four times what is kept of it, so that each pass leaves a fourth."""
     tile = max(4096, 4 * _power_of_two(k))
-    tile = min(tile, max(_power_of_two(cols), 64)) if target.is_cpu else tile
-    return SelectConfig(tile, max(1, min(16, tile // (8 * target.warp_size))))
+    if target.is_cpu:
+        return SelectConfig(min(tile, max(_power_of_two(cols), 64)), 1)
+    return SelectConfig(tile, min(16, tile // (8 * target.warp_size)))
 
 
 def _power_of_two(n: int) -> int:
@@ -97,8 +98,9 @@ KEPT = 64  # of a tile: candidates of top_k, top_p and min_p
 def draw_config(cols: int, target: Capabilities) -> SelectConfig:
     """Choose the tile of a row: 16 elements for each thread. The bits of log-probabilities depend on it, so it depends
     on nothing but the length of a row."""
-    tile = min(4096, max(_power_of_two(cols), 64)) if target.is_cpu else 4096
-    return SelectConfig(tile, max(1, tile // (16 * target.warp_size)))
+    if target.is_cpu:
+        return SelectConfig(min(4096, max(_power_of_two(cols), 64)), 1)
+    return SelectConfig(4096, 4096 // (16 * target.warp_size))
 
 
 def _requests(a: SampleArgs) -> Requests:

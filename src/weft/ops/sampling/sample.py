@@ -114,8 +114,9 @@ def sample(
     - `logits`: [..., V], in bf16, fp16 or fp32, of any strides.
     - `temperature`: at 0 the largest logit is taken, of equal ones the lowest token.
     - `top_k`, `top_p`, `min_p`: keep the k largest logits; of these, the largest that have this part of their mass,
-      always at least one; of these, tokens with at least this part of the largest probability. With `order="joint"`
-      the mass of top_p is measured on all tokens. `top_k` below 1 and `top_p` 1 keep all.
+      always at least one; of these, tokens with at least this part of the largest probability. `top_k` below 1 and
+      `top_p` 1 keep all.
+    - `order`: with "joint" the mass of top_p is measured on all tokens, with "k_then_p" on the k largest.
     - `seed`, `step`: int64. A draw is a function of (seed, step, token): give each request its own seed, and each of
       its tokens the next step. A captured graph must be given a tensor for `step`, and advance it.
 

@@ -90,4 +90,7 @@ def top_k(x: Tensor, k: int, *, starts: Tensor | None = None, ends: Tensor | Non
     tensor([1, 3, 2])
     """
     check_input("x", x, FLOATS)
+    for name, t in (("starts", starts), ("ends", ends)):
+        if t is not None:
+            check_tensor(name, t, INTEGERS, x.device, x.shape[:-1])
     return top_k_op(TopKArgs(x, whole("k", k), starts, ends))
