@@ -34,8 +34,8 @@ _DRAWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "min-p": (("odd/33",), {"min_p": 0.05}),
     "requests": (("llama3-8b/logits", "odd/33"), {"requests": True}),
 }
-_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2, "k50": 1.15, "k-p": 1.07, "requests": 1.07}
-_AGAIN = "what tiles pass on is read again: for a short row or a large k as much as the row"
+_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2, "k50": 1.15, "k-p": 1.07, "requests": 2.9}
+_AGAIN = "what tiles pass on is read again, as much as a short row; so are rows whose limits lie below it"
 
 
 def _moves(name: str, options: str) -> dict[str, Any]:
