@@ -232,16 +232,19 @@ def test_shards_of_the_vocabulary_draw_what_the_whole_draws() -> None:
         assert torch.equal(torch.where(best[0][0] >= best[1][0], best[0][1], best[1][1] + cut), whole)
 
 
-def test_replays_draw_anew_if_the_step_advances() -> None:
-    """The same call a hundred times, on the same memory. A step that stands still is noticed."""
+@pytest.mark.parametrize("limits", ["full", "all"])
+def test_replays_draw_anew_if_the_step_advances(limits: str) -> None:
+    """A recording refuses whatever would wait for the device. Its replays draw what calls draw, and a step that stands
+    still is noticed."""
     x, step = torch.randn(4, 100), torch.zeros(4, dtype=torch.int64)
+    replay = weft.capture(lambda x, step: weft.sample(x, step=step, **LIMITS[limits]), x, step)
     drawn = []
     for _ in range(100):
-        drawn.append(weft.sample(x, step=step).tokens)
+        drawn.append(replay(x, step).tokens.clone())
+        assert torch.equal(drawn[-1], weft.sample(x, step=step, **LIMITS[limits]).tokens)
         step += 1
-    rows = torch.stack(drawn)
-    assert all(len(rows[:, i].unique()) > 20 for i in range(4))
-    frozen = torch.stack([weft.sample(x, step=step).tokens for _ in range(5)])
+    assert all(len(row.unique()) > 20 for row in torch.stack(drawn, 1))
+    frozen = torch.stack([replay(x, step).tokens.clone() for _ in range(5)])
     assert (frozen == frozen[0]).all()
 
 
