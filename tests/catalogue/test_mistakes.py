@@ -327,8 +327,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "linear_logprobs": {"hidden": X, "weight": HEAD, "target": LABELS, "bias": torch.zeros(100)},
     "verify": {
         "logits": X.view(2, 4, 64), "drafts": LABELS[:6].view(2, 3), "draft_probs": torch.rand(2, 3, 64),
+        "seed": 0, "step": 0,
     },
-    "sample": {"logits": X},
+    "sample": {"logits": X, "seed": 0, "step": 0},
     "top_k": {"x": X, "k": 3, "ends": LABELS},
     "linear_sample": {
         "hidden": X, "weight": HEAD, "bias": torch.zeros(100), "seed": LABELS, "step": torch.tensor([3]),

@@ -40,6 +40,11 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
+def sample(*args: Any, **options: Any) -> Any:
+    """Call `weft.sample` with the seed and the step 0 unless others are given."""
+    return weft.sample(*args, **{"seed": 0, "step": 0} | options)
+
+
 def assert_equal(got: Any, wanted: Any) -> None:
     assert torch.equal(got.tokens, wanted.tokens)
     for mine, its in zip(got[1:], wanted[1:], strict=True):
@@ -58,18 +63,18 @@ def test_draws_are_those_of_sorted_rows(limits: str, dtype: torch.dtype) -> None
         x[0], x[1, ::3], x[2] = 0.5, -INF, (x[2] * 2).round() / 2
         x = x.to(dtype)
         step = torch.arange(24)
-        got = weft.sample(x, seed=3, step=step, **LIMITS[limits])
+        got = sample(x, seed=3, step=step, **LIMITS[limits])
         with weft.backend("reference"):
-            assert_equal(got, weft.sample(x, seed=3, step=step, **LIMITS[limits]))
+            assert_equal(got, sample(x, seed=3, step=step, **LIMITS[limits]))
 
 
 def test_limits_below_what_one_tile_passes_on() -> None:
     """The 100 largest are all in the first tile, of which 64 are candidates."""
     x, step = torch.randn(64, 9001), torch.arange(64)
     x[:, :4096] += 5
-    got = weft.sample(x, top_k=100, step=step)
+    got = sample(x, top_k=100, step=step)
     with weft.backend("reference"):
-        assert_equal(got, weft.sample(x, top_k=100, step=step))
+        assert_equal(got, sample(x, top_k=100, step=step))
 
 
 def test_of_each_request() -> None:
@@ -81,17 +86,17 @@ def test_of_each_request() -> None:
         "top_p": 1 - (row % 4).float() / 5,
         "min_p": (row % 2).float() / 100,
     }
-    got = weft.sample(x, seed=row * 7, step=row, **each)
+    got = sample(x, seed=row * 7, step=row, **each)
     for i in range(40):
         one = {name: float(t[i]) for name, t in each.items()} | {"top_k": int(each["top_k"][i])}
-        alone = weft.sample(x[i : i + 1], seed=i * 7, step=i, **one)
+        alone = sample(x[i : i + 1], seed=i * 7, step=i, **one)
         assert alone.tokens == got.tokens[i]
         assert alone.logprobs == got.logprobs[i]
 
 
 def test_log_probabilities_and_the_largest() -> None:
     x = torch.randn(9, 5000)
-    got = weft.sample(x, temperature=0.5, top_k=20)
+    got = sample(x, temperature=0.5, top_k=20)
     truth = (x.double() / 0.5).log_softmax(-1)
     torch.testing.assert_close(
         got.logprobs.double(), truth.gather(-1, got.tokens[:, None])[:, 0], rtol=0, atol=2e-6
@@ -156,7 +161,7 @@ def test_draws_have_their_distribution(limits: dict[str, Any], draws: int) -> No
     for first in range(0, draws, 50_000):
         step = torch.arange(first, first + 50_000)
         counts += torch.bincount(
-            weft.sample(logits.expand(50_000, 24), step=step, seed=11, **limits).tokens, minlength=24
+            sample(logits.expand(50_000, 24), step=step, seed=11, **limits).tokens, minlength=24
         )
     p = (logits.double() / limits.get("temperature", 1.0)).softmax(-1)
     order = p.argsort(descending=True)
@@ -173,15 +178,15 @@ def test_draws_have_their_distribution(limits: dict[str, Any], draws: int) -> No
 def test_ties_are_kept_by_the_lowest_tokens() -> None:
     x = torch.zeros(2000, 5000)
     step = torch.arange(2000)
-    assert weft.sample(x, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
-    assert weft.sample(x, top_p=0.00099, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
-    assert weft.sample(x, temperature=0.0).tokens.eq(0).all()
-    assert weft.sample(x[:3], temperature=0.0, top_k=700).tokens.eq(0).all()
+    assert sample(x, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    assert sample(x, top_p=0.00099, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    assert sample(x, temperature=0.0).tokens.eq(0).all()
+    assert sample(x[:3], temperature=0.0, top_k=700).tokens.eq(0).all()
     few = x[:, :40].contiguous()
-    assert weft.sample(few, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
-    assert weft.sample(few, top_p=0.12, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    assert sample(few, top_k=5, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
+    assert sample(few, top_p=0.12, step=step).tokens.unique().tolist() == [0, 1, 2, 3, 4]
     x[:, 4000] = 3.0
-    assert weft.sample(x, top_k=3, step=step).tokens.unique().tolist() == [0, 1, 4000]
+    assert sample(x, top_k=3, step=step).tokens.unique().tolist() == [0, 1, 4000]
 
 
 # ---- the same bits --------------------------------------------------------------------------------------
@@ -190,10 +195,10 @@ def test_ties_are_kept_by_the_lowest_tokens() -> None:
 @pytest.mark.parametrize("limits", ["full", "k, then p", "p near 1"])
 def test_a_draw_depends_on_its_row_alone(limits: str) -> None:
     x, seed, step = torch.randn(12, 9001), torch.arange(12) * 5, torch.arange(12) + 100
-    whole = weft.sample(x, seed=seed, step=step, **LIMITS[limits])
+    whole = sample(x, seed=seed, step=step, **LIMITS[limits])
     order = torch.randperm(12)
-    mixed = weft.sample(x[order], seed=seed[order], step=step[order], **LIMITS[limits])
-    alone = [weft.sample(x[i], seed=seed[i], step=step[i], **LIMITS[limits]) for i in range(12)]
+    mixed = sample(x[order], seed=seed[order], step=step[order], **LIMITS[limits])
+    alone = [sample(x[i], seed=seed[i], step=step[i], **LIMITS[limits]) for i in range(12)]
     for part, name in enumerate(whole._fields):
         assert torch.equal(mixed[part], whole[part][order]), name
         assert torch.equal(torch.stack([each[part] for each in alone]), whole[part]), name
@@ -203,9 +208,9 @@ def test_a_draw_depends_on_its_row_alone(limits: str) -> None:
 def test_targets_draw_the_same(target: str) -> None:
     x = torch.randn(5, 9001)
     for limits in ("full", "k, then p", "p near 1"):
-        wanted = weft.sample(x, step=9, **LIMITS[limits])
+        wanted = sample(x, step=9, **LIMITS[limits])
         with choosing_for(target):
-            got = weft.sample(x, step=9, **LIMITS[limits])
+            got = sample(x, step=9, **LIMITS[limits])
         assert torch.equal(got.tokens, wanted.tokens)
         assert torch.equal(got.logprobs, wanted.logprobs)
 
@@ -213,16 +218,16 @@ def test_targets_draw_the_same(target: str) -> None:
 @pytest.mark.parametrize("tile", [256, 1024])
 def test_tokens_do_not_depend_on_the_tile(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 9001) * torch.tensor([[0.1], [3.0]]).repeat(4, 1)
-    wanted = {name: weft.sample(x, step=2, **each).tokens for name, each in LIMITS.items()}
+    wanted = {name: sample(x, step=2, **each).tokens for name, each in LIMITS.items()}
     monkeypatch.setattr(launch, "draw_config", lambda cols, target: launch.SelectConfig(tile, 1))
     for name, each in LIMITS.items():
-        assert torch.equal(weft.sample(x, step=2, **each).tokens, wanted[name]), name
+        assert torch.equal(sample(x, step=2, **each).tokens, wanted[name]), name
 
 
 def test_shards_of_the_vocabulary_draw_what_the_whole_draws() -> None:
     """The noise of a token is that of its number in the whole vocabulary: the best of the shards' best is the draw."""
     x = torch.randn(6, 1000)
-    whole = weft.sample(x, seed=4, step=1).tokens
+    whole = sample(x, seed=4, step=1).tokens
     noise = gumbel(torch.tensor(4), torch.tensor(1), torch.arange(1000))
     for cut in (1, 333, 999):
         best = [
@@ -237,11 +242,11 @@ def test_replays_draw_anew_if_the_step_advances(limits: str) -> None:
     """A recording refuses whatever would wait for the device. Its replays draw what calls draw, and a step that stands
     still is noticed."""
     x, step = torch.randn(4, 100), torch.zeros(4, dtype=torch.int64)
-    replay = weft.capture(lambda x, step: weft.sample(x, step=step, **LIMITS[limits]), x, step)
+    replay = weft.capture(lambda x, step: sample(x, step=step, **LIMITS[limits]), x, step)
     drawn = []
     for _ in range(100):
         drawn.append(replay(x, step).tokens.clone())
-        assert torch.equal(drawn[-1], weft.sample(x, step=step, **LIMITS[limits]).tokens)
+        assert torch.equal(drawn[-1], sample(x, step=step, **LIMITS[limits]).tokens)
         step += 1
     assert all(len(row.unique()) > 20 for row in torch.stack(drawn, 1))
     frozen = torch.stack([replay(x, step).tokens.clone() for _ in range(5)])
@@ -252,7 +257,7 @@ def test_seeds_and_steps_of_64_bits() -> None:
     x = torch.zeros(1, 5000)
     numbers = [0, 1, 2**32, 2**32 + 1, 2**62, -1]
     for name in ("seed", "step"):
-        tokens = [weft.sample(x, **{name: n}).tokens.item() for n in numbers]  # type: ignore[arg-type]
+        tokens = [sample(x, **{name: n}).tokens.item() for n in numbers]  # type: ignore[arg-type]
         assert len(set(tokens)) == len(numbers)
 
 
@@ -269,7 +274,7 @@ def test_odd_rows(limits: str) -> None:
     x[4, 1:] = NAN
     x[5] = 1e30
     x[6, 299] = 300.0
-    got = weft.sample(x, **LIMITS[limits])
+    got = sample(x, **LIMITS[limits])
     assert got.tokens[[0, 1, 2, 3, 4, 6]].tolist() == [-1, 250, 7, -1, 0, 299]
     assert 0 <= got.tokens[5] < 300
     assert got.logprobs[[1, 2, 6]].tolist() == [0.0, 0.0, 0.0]
@@ -279,14 +284,14 @@ def test_odd_rows(limits: str) -> None:
 def test_a_low_temperature_is_greedy() -> None:
     x = torch.randn(50, 1000)
     step = torch.arange(50)
-    assert torch.equal(weft.sample(x, temperature=1e-6, step=step).tokens, x.argmax(-1))
+    assert torch.equal(sample(x, temperature=1e-6, step=step).tokens, x.argmax(-1))
 
 
 @pytest.mark.parametrize("limits", ["full", "k, then p"])
 def test_every_token_is_in_range(limits: str) -> None:
     """flashinfer#3529: ids past the vocabulary, whose length is no multiple of 16."""
     for cols in (1, 2, 15, 17, 4095, 4097):
-        tokens = weft.sample(torch.randn(64, cols), step=torch.arange(64), **LIMITS[limits]).tokens
+        tokens = sample(torch.randn(64, cols), step=torch.arange(64), **LIMITS[limits]).tokens
         assert tokens.min() >= 0
         assert tokens.max() < cols
 
@@ -294,21 +299,21 @@ def test_every_token_is_in_range(limits: str) -> None:
 def test_layouts() -> None:
     x = torch.randn(4, 3, 300)
     step = torch.arange(12).view(4, 3)
-    wanted = weft.sample(x, step=step)
+    wanted = sample(x, step=step)
     assert wanted.tokens.shape == (4, 3)
-    assert_equal(weft.sample(x.transpose(0, 1), step=step.t()), type(wanted)(*(t.t() for t in wanted)))
-    assert_equal(weft.sample(torch.randn(0, 9)), type(wanted)(*(t.reshape(-1)[:0] for t in wanted)))
+    assert_equal(sample(x.transpose(0, 1), step=step.t()), type(wanted)(*(t.t() for t in wanted)))
+    assert_equal(sample(torch.randn(0, 9)), type(wanted)(*(t.reshape(-1)[:0] for t in wanted)))
     wide = torch.randn(4, 3, 600)
     wide[..., ::2] = x
-    assert_equal(weft.sample(wide[..., ::2], step=step), wanted)
+    assert_equal(sample(wide[..., ::2], step=step), wanted)
     far = far_apart(4, 96)
     for limits in ("full", "k, then p", "p near 1"):
-        assert_equal(weft.sample(far, **LIMITS[limits]), weft.sample(far.contiguous(), **LIMITS[limits]))
+        assert_equal(sample(far, **LIMITS[limits]), sample(far.contiguous(), **LIMITS[limits]))
 
 
 def test_nothing_is_differentiated() -> None:
     x, t = torch.randn(3, 20, requires_grad=True), torch.ones(3, requires_grad=True)
-    got = weft.sample(x, temperature=t)
+    got = sample(x, temperature=t)
     assert not any(each.requires_grad for each in got)
 
 
@@ -316,28 +321,31 @@ def test_nothing_is_differentiated() -> None:
 def test_compiled_is_eager(limits: str) -> None:
     x, step = torch.randn(3, 200), torch.tensor([1, 2, 3])
     compiled = torch.compile(
-        lambda t, s: weft.sample(t, step=s, **LIMITS[limits]), fullgraph=True, backend="aot_eager"
+        lambda t, s: sample(t, step=s, **LIMITS[limits]), fullgraph=True, backend="aot_eager"
     )
-    assert torch.equal(compiled(x, step).tokens, weft.sample(x, step=step, **LIMITS[limits]).tokens)
+    assert torch.equal(compiled(x, step).tokens, sample(x, step=step, **LIMITS[limits]).tokens)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: weft.sample(x, temperature=-1.0), "temperature must be at least 0"),
-        (lambda x: weft.sample(x, temperature=NAN), "temperature must be a number"),
-        (lambda x: weft.sample(x, top_p=1.5), "top_p must be from 0 to 1"),
-        (lambda x: weft.sample(x, min_p=-0.1), "min_p must be from 0 to 1"),
-        (lambda x: weft.sample(x, top_k=2.5), "top_k must be"),
-        (lambda x: weft.sample(x, top_k=torch.ones(3)), "top_k must be int32 or int64"),
-        (lambda x: weft.sample(x, top_p=torch.ones(2)), "top_p must have the shape"),
-        (lambda x: weft.sample(x, temperature=torch.ones(3).double()), "temperature must be float32"),
-        (lambda x: weft.sample(x, step=torch.ones(3)), "step must be int64"),
-        (lambda x: weft.sample(x, seed=torch.ones(2).long()), "seed must have the shape"),
-        (lambda x: weft.sample(x, order="p_then_k"), "order must be"),
-        (lambda x: weft.sample(x.long()), "logits must be"),
-        (lambda x: weft.sample(x[:, :0]), "0 < V"),
-        (lambda x: weft.sample(x[0, 0]), "at least one dimension"),
+        (lambda x: sample(x, temperature=-1.0), "temperature must be at least 0"),
+        (lambda x: sample(x, temperature=NAN), "temperature must be a number"),
+        (lambda x: sample(x, top_p=1.5), "top_p must be from 0 to 1"),
+        (lambda x: sample(x, min_p=-0.1), "min_p must be from 0 to 1"),
+        (lambda x: sample(x, top_k=2.5), "top_k must be"),
+        (lambda x: sample(x, top_k=torch.ones(3)), "top_k must be int32 or int64"),
+        (lambda x: sample(x, top_p=torch.ones(2)), "top_p must have the shape"),
+        (lambda x: sample(x, temperature=torch.ones(3).double()), "temperature must be float32"),
+        (lambda x: sample(x, step=torch.ones(3)), "step must be int64"),
+        (lambda x: sample(x, seed=torch.ones(2).long()), "seed must have the shape"),
+        (lambda x: weft.sample(x), "a draw needs seed= and step="),
+        (lambda x: weft.sample(x, seed=1), "a draw needs seed= and step="),
+        (lambda x: weft.sample(x, step=1, temperature=torch.zeros(3)), "a draw needs seed= and step="),
+        (lambda x: sample(x, order="p_then_k"), "order must be"),
+        (lambda x: sample(x.long()), "logits must be"),
+        (lambda x: sample(x[:, :0]), "0 < V"),
+        (lambda x: sample(x[0, 0]), "at least one dimension"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[Tensor], Any], words: str) -> None:

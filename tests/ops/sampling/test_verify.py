@@ -20,6 +20,16 @@ from weft.ops.sampling.verify.verify import accept_op, verify_op
 from weft.runtime import choosing_for
 
 
+def verify(*args: Any, **options: Any) -> Any:
+    """Call `weft.verify` with the seed and the step 0 unless others are given."""
+    return weft.verify(*args, **{"seed": 0, "step": 0} | options)
+
+
+def sample(*args: Any, **options: Any) -> Any:
+    """Call `weft.sample` with the seed and the step 0 unless others are given."""
+    return weft.sample(*args, **{"seed": 0, "step": 0} | options)
+
+
 def same(got: Verified, expected: Verified) -> bool:
     return all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
@@ -123,9 +133,9 @@ def drawn(requests: int, count: int, size: int, dtype: torch.dtype = torch.float
 def test_results_are_those_of_the_definition(count: int, method: Any) -> None:
     """Same numbers, same tokens: the definition draws them with Philox in integers of PyTorch."""
     call = drawn(150, count, 53)
-    got = weft.verify(**call, method=method)
+    got = verify(**call, method=method)
     with weft.backend("reference"):
-        assert same(got, weft.verify(**call, method=method))
+        assert same(got, verify(**call, method=method))
     assert set(got.accepted.tolist()) >= set(range(min(count, 3) + 1))
 
 
@@ -133,9 +143,9 @@ def test_results_are_those_of_the_definition(count: int, method: Any) -> None:
 def test_rows_of_several_parts(method: Any) -> None:
     call = drawn(40, 5, 2 * PART + 77, torch.bfloat16)
     call["draft_probs"] = call["draft_probs"].bfloat16()
-    got = weft.verify(**call, method=method, temperature=0.9)
+    got = verify(**call, method=method, temperature=0.9)
     with weft.backend("reference"):
-        assert same(got, weft.verify(**call, method=method, temperature=0.9))
+        assert same(got, verify(**call, method=method, temperature=0.9))
     assert got.tokens.max() > PART
 
 
@@ -148,7 +158,7 @@ def test_every_pattern_of_drafts_that_must_and_cannot_pass(count: int) -> None:
     drafts = torch.where(patterns, 3, 1)
     q = torch.full((len(patterns), count, 5), 0.2)
     for method in ("chain", "block"):
-        tokens, accepted, path = weft.verify(logits, drafts, q, seed=torch.arange(len(q)), method=method)
+        tokens, accepted, path = verify(logits, drafts, q, seed=torch.arange(len(q)), method=method)
         for b, pattern in enumerate(patterns.tolist()):
             n = [*pattern, False].index(False)
             assert accepted[b] == n
@@ -191,12 +201,12 @@ def test_texts_are_distributed_as_the_target_s(method: Any, drafted_with: str) -
         if step == 2:
             break
         if drafted_with == "the same numbers":
-            token = weft.sample(q.log().float(), seed=seeds, step=step).tokens[:, None]
+            token = sample(q.log().float(), seed=seeds, step=step).tokens[:, None]
         else:
             token = torch.multinomial(q, 1)
         drafts = torch.cat([drafts, token], 1)
     logits, probs = (torch.stack([row[i] for row in rows], 1) for i in (0, 1))
-    got = weft.verify(logits.log(), drafts, probs[:, :-1].contiguous(), seed=seeds, method=method)
+    got = verify(logits.log(), drafts, probs[:, :-1].contiguous(), seed=seeds, method=method)
     text = got.tokens
     for at in range(1, 3):  # the target model completes what was not emitted
         p = tables(models[:1], text[:, :at], size)[0]
@@ -216,9 +226,9 @@ def test_vllm_40149_draft_probabilities_count() -> None:
     q = torch.tensor([0.1, 0.9]).expand(2000, 1, 2)
     drafts = torch.zeros(2000, 1, dtype=torch.int64)
     for method in ("chain", "block"):
-        got = weft.verify(logits, drafts, q, seed=torch.arange(2000), method=method)
+        got = verify(logits, drafts, q, seed=torch.arange(2000), method=method)
         assert got.accepted.float().mean() > 0.999
-    assert 0.05 < weft.verify(logits, drafts, seed=torch.arange(2000)).accepted.float().mean() < 0.15
+    assert 0.05 < verify(logits, drafts, seed=torch.arange(2000)).accepted.float().mean() < 0.15
 
 
 @pytest.mark.parametrize("cols", [1, 7, 1025, PART + 1])
@@ -229,7 +239,7 @@ def test_flashinfer_3529_tokens_are_in_range(cols: int) -> None:
     q = torch.full((64, 2, cols), 1.0)
     drafts = torch.randint(0, cols, (64, 2))
     for method in ("chain", "block"):
-        tokens, accepted, _ = weft.verify(logits, drafts, q, seed=torch.arange(64), method=method)
+        tokens, accepted, _ = verify(logits, drafts, q, seed=torch.arange(64), method=method)
         emitted = tokens[torch.arange(3) <= accepted[:, None]]
         assert emitted.min() >= 0
         assert emitted.max() < cols
@@ -240,7 +250,7 @@ def test_flashinfer_879_rows_without_drafts_add_none() -> None:
     call = drawn(200, 4, 9)
     call["drafts"][:, 2:], call["draft_probs"][:, 2:] = -1, 0.0
     for method in ("chain", "block"):
-        got = weft.verify(**call, method=method)
+        got = verify(**call, method=method)
         assert got.accepted.max() == 2
         assert (got.tokens[:, 3:] == -1).all()
 
@@ -254,24 +264,24 @@ def test_drafts_that_are_no_tokens_end_in_a_draw_from_the_target(draft: int, met
     """The token is the one that a row without drafts draws in that step, and is not read at that index."""
     call = drawn(60, 2, 9)
     call["drafts"][:, 1] = draft
-    got = weft.verify(**call, method=method)
+    got = verify(**call, method=method)
     assert got.accepted.max() == 1
     at = got.accepted == 1
-    alone = weft.sample(call["logits"][:, 1], seed=call["seed"], step=call["step"] + 1).tokens
+    alone = sample(call["logits"][:, 1], seed=call["seed"], step=call["step"] + 1).tokens
     assert torch.equal(got.tokens[at, 1], alone[at])
     call["drafts"][:, 0] = draft
-    alone = weft.sample(call["logits"][:, 0], seed=call["seed"], step=call["step"]).tokens
-    assert torch.equal(weft.verify(**call, method=method).tokens[:, 0], alone)
+    alone = sample(call["logits"][:, 0], seed=call["seed"], step=call["step"]).tokens
+    assert torch.equal(verify(**call, method=method).tokens[:, 0], alone)
 
 
 def test_draft_probabilities_of_zero_reject() -> None:
     """A draft that its own distribution cannot draw is rejected, and the draw is from the target if all are 0."""
     call = drawn(400, 1, 6)
     call["draft_probs"] = torch.zeros(400, 1, 6)
-    got = weft.verify(**call)
+    got = verify(**call)
     assert not got.accepted.any()
     call["logits"] = call["logits"][:1].expand(400, 2, 6)
-    tokens = weft.verify(**call).tokens[:, 0]
+    tokens = verify(**call).tokens[:, 0]
     p = call["logits"][0, 0].double().softmax(0)
     counted(torch.bincount(tokens, minlength=6).double(), p)
 
@@ -281,7 +291,7 @@ def test_equal_distributions_accept_all(method: Any) -> None:
     logits = torch.randn(300, 5, 101)
     q = logits[:, :-1].softmax(-1)
     drafts = torch.multinomial(q.reshape(-1, 101), 1).view(300, 4)
-    assert (weft.verify(logits, drafts, q, seed=torch.arange(300), method=method).accepted == 4).all()
+    assert (verify(logits, drafts, q, seed=torch.arange(300), method=method).accepted == 4).all()
 
 
 @pytest.mark.parametrize("method", ["chain", "block", "without probabilities"])
@@ -294,7 +304,7 @@ def test_rows_without_a_distribution(method: Any) -> None:
     options: dict[str, Any] = (
         {} if method == "without probabilities" else {"draft_probs": q, "method": method}
     )
-    got = weft.verify(logits, drafts, seed=torch.arange(4), **options)
+    got = verify(logits, drafts, seed=torch.arange(4), **options)
     assert got.accepted.tolist() == [0, 0, 1, 0]
     assert 0 <= got.tokens[0, 0] < 7
     assert got.tokens[1:, 0].tolist() == [-1, 41, 41]
@@ -312,32 +322,32 @@ def test_greedy_requests_among_others(method: Any) -> None:
     call["drafts"] = torch.where(right, best[:, :-1], call["drafts"])
     call["draft_probs"][:40] = 0.0
     call["draft_probs"][40:80:2] = torch.tensor([math.nan, -1.0]).repeat(7)[:13]
-    got = weft.verify(**call, method=method, temperature=temperature)
+    got = verify(**call, method=method, temperature=temperature)
     matches = (call["drafts"] == best[:, :-1]).cumprod(1).sum(1)
     greedy = temperature == 0
     assert torch.equal(got.accepted[greedy], matches[greedy])
     last = got.tokens.gather(1, got.accepted[:, None])
     assert torch.equal(last[greedy], best.gather(1, matches[:, None])[greedy])
     with weft.backend("reference"):
-        assert same(got, weft.verify(**call, method=method, temperature=temperature))
+        assert same(got, verify(**call, method=method, temperature=temperature))
 
 
 def test_temperatures_divide() -> None:
     call = drawn(100, 2, 30)
     t = torch.rand(100) + 0.5
-    got = weft.verify(**call, temperature=t)
-    assert same(got, weft.verify(**call | {"logits": call["logits"] / t[:, None, None]}))
-    one = weft.verify(**call, temperature=0.5)
-    assert same(one, weft.verify(**call | {"logits": call["logits"] / 0.5}))
+    got = verify(**call, temperature=t)
+    assert same(got, verify(**call | {"logits": call["logits"] / t[:, None, None]}))
+    one = verify(**call, temperature=0.5)
+    assert same(one, verify(**call | {"logits": call["logits"] / 0.5}))
 
 
 def test_seeds_and_steps_choose_the_numbers() -> None:
     logits, q, drafts = torch.zeros(1, 2, 4001), torch.zeros(1, 1, 4001), torch.tensor([[-1]])
-    token = weft.verify(logits, drafts, q, seed=5, step=6).tokens
-    again = weft.verify(logits, drafts, q, seed=torch.tensor([5]), step=torch.tensor([6]))
+    token = verify(logits, drafts, q, seed=5, step=6).tokens
+    again = verify(logits, drafts, q, seed=torch.tensor([5]), step=torch.tensor([6]))
     assert torch.equal(again.tokens, token)
     for seed, step in ((6, 6), (5, 7), (5 + 2**32, 6), (5, 6 + 2**32), (-5, 6)):
-        assert not torch.equal(weft.verify(logits, drafts, q, seed=seed, step=step).tokens, token)
+        assert not torch.equal(verify(logits, drafts, q, seed=seed, step=step).tokens, token)
 
 
 @pytest.mark.parametrize("parents", [None, torch.tensor([0, 0, 1])])
@@ -347,10 +357,10 @@ def test_drawn_as_sample_draws(parents: Tensor | None) -> None:
     k, p = torch.randint(1, 9, (30,)), torch.rand(30)
     depth = torch.tensor([0, 1, 2, 3] if parents is None else [0, 1, 1, 2])
     rows = {name: x[:, None].expand(30, 4) for name, x in (("top_k", k), ("top_p", p))}
-    chosen = weft.sample(logits, **rows, min_p=0.01, temperature=0.8, seed=4, step=(depth + 9).expand(30, 4))
+    chosen = sample(logits, **rows, min_p=0.01, temperature=0.8, seed=4, step=(depth + 9).expand(30, 4))
     right = chosen.tokens[:, [0, 1, 2] if parents is None else parents]
     drafts = torch.where(torch.rand(30, 3) < 0.8, right, 0)
-    got = weft.verify(
+    got = verify(
         logits, drafts, top_k=k, top_p=p, min_p=0.01, temperature=0.8, seed=4, step=9, parents=parents
     )
     assert same(got, accept_op(AcceptArgs(chosen.tokens, drafts, parents)))
@@ -368,15 +378,15 @@ def test_a_request_does_not_depend_on_others(method: Any) -> None:
     if method == "without probabilities":
         call.pop("draft_probs")
         options = {}
-    got = weft.verify(**call, **options)
+    got = verify(**call, **options)
     order = torch.randperm(40)[:11]
-    some = weft.verify(**{name: value[order] for name, value in call.items()}, **options)
+    some = verify(**{name: value[order] for name, value in call.items()}, **options)
     assert same(some, Verified(*(each[order] for each in got)))
 
 
 def test_strided_arguments() -> None:
     call = drawn(20, 3, 35)
-    expected = weft.verify(**call)
+    expected = verify(**call)
     padded = torch.full((20, 4, 50), math.nan)
     padded[..., 3:38] = call["logits"]
     call["logits"] = padded[..., 3:38]
@@ -384,7 +394,7 @@ def test_strided_arguments() -> None:
     around = torch.full((20, 3, 50), math.nan)
     around[..., 1:36] = call["draft_probs"]
     call["draft_probs"] = around[..., 1:36]
-    assert same(weft.verify(**call), expected)
+    assert same(verify(**call), expected)
 
 
 def test_offsets_have_64_bits() -> None:
@@ -394,7 +404,7 @@ def test_offsets_have_64_bits() -> None:
     logits.zero_()[torch.arange(5), tokens] = 30.0
     q.zero_()[torch.arange(4), tokens[:4]] = 0.9
     for temperature in (1.0, 0.0):
-        got = weft.verify(logits[None], tokens[None, :4], q[None], temperature=temperature)
+        got = verify(logits[None], tokens[None, :4], q[None], temperature=temperature)
         assert got.tokens.tolist() == [tokens.tolist()]
 
 
@@ -403,7 +413,7 @@ def test_a_logit_far_above_the_others() -> None:
     logits, q = torch.zeros(1, 2, PART + 101), torch.zeros(1, 1, PART + 101)
     logits[..., 5], q[..., 5] = 200.0, 0.9
     for temperature in (1.0, 0.0):
-        got = weft.verify(logits, torch.tensor([[5]]), q, seed=torch.arange(1), temperature=temperature)
+        got = verify(logits, torch.tensor([[5]]), q, seed=torch.arange(1), temperature=temperature)
         assert got.tokens.tolist() == [[5, 5]]
 
 
@@ -413,15 +423,15 @@ def test_the_last_of_many_parts() -> None:
     q = torch.zeros(1, 1, 65 * PART + 3)
     q[..., -1] = 0.9
     for method in ("chain", "block"):
-        got = weft.verify(logits, torch.tensor([[65 * PART + 2]]), q, seed=torch.arange(1), method=method)
+        got = verify(logits, torch.tensor([[65 * PART + 2]]), q, seed=torch.arange(1), method=method)
         assert got.tokens.tolist() == [[65 * PART + 2, 65 * PART + 2]]
 
 
 def test_tiles_of_gpus() -> None:
     call = drawn(10, 2, 5003)
-    got = weft.verify(**call)
+    got = verify(**call)
     with choosing_for("sm_90"):
-        assert same(weft.verify(**call), got)
+        assert same(verify(**call), got)
 
 
 def test_captured_steps_advance() -> None:
@@ -431,7 +441,7 @@ def test_captured_steps_advance() -> None:
     logits, q = call["logits"][:1].expand(6, 3, PART + 101).contiguous() * 0.1, call["draft_probs"]
 
     def run(logits: Tensor, q: Tensor, seed: Tensor, step: Tensor) -> Verified:
-        return weft.verify(logits, call["drafts"], q, seed=seed, step=step)
+        return verify(logits, call["drafts"], q, seed=seed, step=step)
 
     captured = weft.capture(run, logits, q, seed, step)
     texts = []
@@ -450,17 +460,17 @@ def test_compiled(options: dict[str, Any]) -> None:
     call = drawn(5, 2, 70)
     if "parents" in options:
         call.pop("draft_probs")
-    compiled = torch.compile(lambda **kwargs: weft.verify(**kwargs), fullgraph=True, backend="aot_eager")
-    assert same(compiled(**call, **options), weft.verify(**call, **options))
+    compiled = torch.compile(lambda **kwargs: verify(**kwargs), fullgraph=True, backend="aot_eager")
+    assert same(compiled(**call, **options), verify(**call, **options))
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_no_requests(count: int) -> None:
     logits, drafts = torch.ones(0, count + 1, 7), torch.ones(0, count, dtype=torch.int64)
     for method in ("chain", "block"):
-        got = weft.verify(logits, drafts, torch.ones(0, count, 7), method=method)
+        got = verify(logits, drafts, torch.ones(0, count, 7), method=method)
         assert [each.shape for each in got] == [(0, count + 1), (0,), (0, count + 1)]
-    assert weft.verify(logits, drafts).tokens.shape == (0, count + 1)
+    assert verify(logits, drafts).tokens.shape == (0, count + 1)
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------
@@ -472,33 +482,34 @@ RULE, INSIDE = Relaxed(2, 1.0, 0), torch.ones(2, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: weft.verify(Z[0], D), r"logits must be \[B, K \+ 1, V\]"),
-        (lambda: weft.verify(Z[:, :0], D), r"logits must be \[B, K \+ 1, V\]"),
-        (lambda: weft.verify(Z, D[:, :1]), r"drafts must be \[B, K\]"),
-        (lambda: weft.verify(Z, D.float()), "drafts must be int32 or int64"),
-        (lambda: weft.verify(Z, D, Q[:, :1]), "draft_probs must have the shape"),
-        (lambda: weft.verify(Z, D, Q.double()), "draft_probs must be"),
-        (lambda: weft.verify(Z, D, Q, parents=torch.tensor([0, 0])), "parents= goes without draft_probs="),
-        (lambda: weft.verify(Z, D, Q, top_k=3), "top_k= goes without draft_probs="),
-        (lambda: weft.verify(Z, D, method="block"), "needs draft_probs="),
-        (lambda: weft.verify(Z, D, Q, method="tree"), "'chain' or 'block'"),
-        (lambda: weft.verify(Z, D, parents=torch.tensor([0])), "parents must have the shape"),
-        (lambda: weft.verify(Z, D, parents=torch.tensor([0.0, 1.0])), "parents must be int32 or int64"),
-        (lambda: weft.verify(Z, D, temperature=-1.0), "temperature must be at least 0"),
-        (lambda: weft.verify(Z, D, Q, temperature=torch.ones(3)), "temperature must be a number or"),
-        (lambda: weft.verify(Z, D, Q, seed=torch.ones(2)), "seed must be int64"),
-        (lambda: weft.verify(Z, D, Q, seed=1.5), "seed must be an integer"),
-        (lambda: weft.verify(Z, D, Q, seed=2**63), "seed must fit in 64 bits"),
-        (lambda: weft.verify(Z, D, Q, step=torch.ones(3).long()), "step must be a number or"),
-        (lambda: weft.verify(Z, D, step=torch.ones(3).long()), "step must be a number or"),
-        (lambda: weft.verify(Z, D, seed=torch.ones(3).long()), "seed must be a number or"),
-        (lambda: weft.verify(Z, D, relaxed=RULE), "go together"),
-        (lambda: weft.verify(Z, D, relaxed=RULE, inside=INSIDE), "temperature=0.0"),
-        (lambda: weft.verify(Z, D, relaxed=(2, 1.0, 0), inside=INSIDE, temperature=0.0), "weft.Relaxed"),
-        (lambda: weft.verify(Z, D, Q, relaxed=RULE, inside=INSIDE, temperature=0.0), "relaxed= goes without"),
-        (lambda: weft.verify(Z, D, relaxed=RULE, inside=INSIDE.long(), temperature=0.0), "inside must be bool"),
+        (lambda: weft.verify(Z, D), "a draw needs seed= and step="),
+        (lambda: verify(Z[0], D), r"logits must be \[B, K \+ 1, V\]"),
+        (lambda: verify(Z[:, :0], D), r"logits must be \[B, K \+ 1, V\]"),
+        (lambda: verify(Z, D[:, :1]), r"drafts must be \[B, K\]"),
+        (lambda: verify(Z, D.float()), "drafts must be int32 or int64"),
+        (lambda: verify(Z, D, Q[:, :1]), "draft_probs must have the shape"),
+        (lambda: verify(Z, D, Q.double()), "draft_probs must be"),
+        (lambda: verify(Z, D, Q, parents=torch.tensor([0, 0])), "parents= goes without draft_probs="),
+        (lambda: verify(Z, D, Q, top_k=3), "top_k= goes without draft_probs="),
+        (lambda: verify(Z, D, method="block"), "needs draft_probs="),
+        (lambda: verify(Z, D, Q, method="tree"), "'chain' or 'block'"),
+        (lambda: verify(Z, D, parents=torch.tensor([0])), "parents must have the shape"),
+        (lambda: verify(Z, D, parents=torch.tensor([0.0, 1.0])), "parents must be int32 or int64"),
+        (lambda: verify(Z, D, temperature=-1.0), "temperature must be at least 0"),
+        (lambda: verify(Z, D, Q, temperature=torch.ones(3)), "temperature must be a number or"),
+        (lambda: verify(Z, D, Q, seed=torch.ones(2)), "seed must be int64"),
+        (lambda: verify(Z, D, Q, seed=1.5), "seed must be an integer"),
+        (lambda: verify(Z, D, Q, seed=2**63), "seed must fit in 64 bits"),
+        (lambda: verify(Z, D, Q, step=torch.ones(3).long()), "step must be a number or"),
+        (lambda: verify(Z, D, step=torch.ones(3).long()), "step must be a number or"),
+        (lambda: verify(Z, D, seed=torch.ones(3).long()), "seed must be a number or"),
+        (lambda: verify(Z, D, relaxed=RULE), "go together"),
+        (lambda: verify(Z, D, relaxed=RULE, inside=INSIDE), "temperature=0.0"),
+        (lambda: verify(Z, D, relaxed=(2, 1.0, 0), inside=INSIDE, temperature=0.0), "weft.Relaxed"),
+        (lambda: verify(Z, D, Q, relaxed=RULE, inside=INSIDE, temperature=0.0), "relaxed= goes without"),
+        (lambda: verify(Z, D, relaxed=RULE, inside=INSIDE.long(), temperature=0.0), "inside must be bool"),
         (
-            lambda: weft.verify(Z, D, relaxed=RULE, inside=INSIDE, temperature=0.0, parents=torch.tensor([0, 0])),
+            lambda: verify(Z, D, relaxed=RULE, inside=INSIDE, temperature=0.0, parents=torch.tensor([0, 0])),
             "relaxed= verifies chains",
         ),
     ],

@@ -98,6 +98,15 @@ def integers_of(name: str, value: Tensor | int, rows: torch.Size, device: torch.
     return value.expand(rows) if value.dim() == 0 else value
 
 
+def check_noise(seed: object, step: object, is_greedy: bool) -> None:
+    """Raise an error if a draw has no seed or no step."""
+    if not is_greedy and (seed is None or step is None):
+        raise ValueError(
+            "a draw needs seed= and step=: a seed for each request, and for each of its tokens the next step. "
+            "temperature=0.0 takes the largest logit without them"
+        )
+
+
 def sample(
     logits: Tensor,
     *,
@@ -105,8 +114,8 @@ def sample(
     top_k: int | Tensor | None = None,
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
-    seed: int | Tensor = 0,
-    step: int | Tensor = 0,
+    seed: int | Tensor | None = None,
+    step: int | Tensor | None = None,
     order: Order = "k_then_p",
 ) -> Sampled:
     """Draw a token from each row of logits.
@@ -117,8 +126,9 @@ def sample(
       always at least one; of these, tokens with at least this part of the largest probability. `top_k` below 1 and
       `top_p` 1 keep all.
     - `order`: with "joint" the mass of top_p is measured on all tokens, with "k_then_p" on the k largest.
-    - `seed`, `step`: int64. A draw is a function of (seed, step, token): give each request its own seed, and each of
-      its tokens the next step. A captured graph must be given a tensor for `step`, and advance it.
+    - `seed`, `step`: int64; needed unless temperature is the number 0. A draw is a function of (seed, step, token):
+      give each request its own seed, and each of its tokens the next step. Rows that share both have the same noise. A
+      captured graph must be given a tensor for `step`, and advance it.
 
     Parameters are numbers, or tensors on the device with one value for each row; nothing waits for the device.
 
@@ -149,7 +159,10 @@ def sample(
     for name, number in (("top_p", p_number), ("min_p", least_number)):
         if not 0.0 <= number <= 1.0:
             raise ValueError(f"{name} must be from 0 to 1; got {number}")
+    check_noise(seed, step, t is None and t_number == 0.0)
     rows, device = logits.shape[:-1], logits.device
-    seeds, steps = integers_of("seed", seed, rows, device), integers_of("step", step, rows, device)
+    seeds, steps = (
+        integers_of(name, 0 if n is None else n, rows, device) for name, n in (("seed", seed), ("step", step))
+    )
     numbers = t_number, k_number, p_number, least_number
     return sample_op(SampleArgs(logits.detach(), t, k, p, least, seeds, steps, *numbers, order == "joint"))

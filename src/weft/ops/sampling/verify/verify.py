@@ -33,7 +33,7 @@ from ....runtime import Op
 from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, nonnegative, whole
 from ...common.rows import compute_dtype
 from ..parameters import Integer, Number
-from ..sample import sample
+from ..sample import check_noise, sample
 from .arguments import AcceptArgs, Relaxed, Verified, VerifyArgs
 from .reference import accept_reference, verify_reference
 
@@ -156,8 +156,8 @@ def verify(
     top_k: int | Tensor | None = None,
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
-    seed: int | Tensor = 0,
-    step: int | Tensor = 0,
+    seed: int | Tensor | None = None,
+    step: int | Tensor | None = None,
     parents: Tensor | None = None,
     method: Literal["chain", "block"] = "chain",
     relaxed: Relaxed | None = None,
@@ -173,8 +173,8 @@ def verify(
       draft is accepted if the target model itself draws it.
     - `temperature`, `top_k`, `top_p`, `min_p`: as in `sample`, numbers or tensors [B]. With draft_probs only
       `temperature`: give tokens that are not to be drawn the logit -inf, and the probability 0.
-    - `seed`, `step`: of the random numbers, integers or int64 [B]. `step` is that of the first token, and counts
-      tokens. A drafter may draw with the same ones.
+    - `seed`, `step`: of the random numbers, integers or int64 [B]; needed unless temperature is the number 0. `step` is
+      that of the first token, and counts tokens. A drafter may draw with the same ones.
     - `parents`: int32 or int64 [K] or [B, K], the row after which each draft of a tree comes: 0, or i + 1 for draft i,
       which must come before it. By default each follows the previous one. Of equal siblings the first counts.
     - `method`: with draft_probs, verify drafts one after another ("chain"), or jointly ("block"), which accepts more.
@@ -201,6 +201,8 @@ def verify(
     if method not in ("chain", "block"):
         raise ValueError(f"method must be 'chain' or 'block'; got {method!r}")
     numbers = Number.of("temperature", temperature, device, compute_dtype(logits), 0.0)
+    check_noise(seed, step, numbers.is_always(0.0))
+    seed, step = 0 if seed is None else seed, 0 if step is None else step
     seeds, steps = Integer.of("seed", seed, device), Integer.of("step", step, device)
     _check_numbers(requests, temperature=numbers, seed=seeds, step=steps)
     if parents is not None:
