@@ -158,18 +158,10 @@ def _topk_chain(call: Call) -> Chain:
     return Chain(lambda x: torch.topk(x, call["k"]), (call["x"],))
 
 
-def _drawn(logits: Tensor, temperature: float) -> Tensor:
-    return torch.multinomial((logits / temperature).softmax(-1), 1)
-
-
 FAMILY = Family(
     workloads=WORKLOADS,
     truths={"top_k": top_k_truth, "sample": sample_truth},
-    chains={
-        ("top_k", "k50"): _topk_chain,
-        ("sample", "full"): lambda call: Chain(lambda x: _drawn(x, call["temperature"]), (call["logits"],)),
-        ("sample", "greedy"): lambda call: Chain(lambda x: x.argmax(-1), (call["logits"],)),
-    },
+    chains={("top_k", "k50"): _topk_chain},
     moved={
         "select_kernel": Moved({"x_ptr"}, set()),
         "sort_kernel": Moved(set(), set()),
