@@ -78,8 +78,8 @@ _SORT: list[tuple[Any, ...]] = [
 _DRAW: list[tuple[Any, ...]] = [
     ("no noise", "draw_kernel", "score = z + tl.reshape(noise, (TILE,))", "score = z", (FULL,)),
     ("noise of the first tile", "draw_kernel", "random_tile(seed, step, tile * TILE,", "random_tile(seed, step, tile * 0,", (FULL,)),
-    ("steps of the first row", "draw_kernel", "row * requests.step_stride", "row * 0", (FULL,)),
-    ("seeds of the first row", "draw_kernel", "row * requests.seed_stride", "row * 0", (EACH.replace("test_of_each_request", "test_a_draw_depends_on_its_row_alone[full]"),)),
+    ("steps of the first row", "draw_kernel", "load_integer(requests.step, row)", "load_integer(requests.step, row * 0)", (FULL,)),
+    ("seeds of the first row", "draw_kernel", "load_integer(requests.seed, row)", "load_integer(requests.seed, row * 0)", (EACH.replace("test_of_each_request", "test_a_draw_depends_on_its_row_alone[full]"),)),
     ("noise at temperature 0", "_temperature", "tl.where(t > 0.0, t, 1.0), t > 0.0", "tl.where(t > 0.0, t, 1.0), t >= 0.0", (GREEDY,)),
     ("not scaled", "draw_kernel", "x.to(tl.float32) * inverse", "x.to(tl.float32)", (HOT,)),
     ("minus infinity drawn", "draw_kernel", "exists & (z > -float(\"inf\"))", "exists & (z == z)", (ODD_FULL,)),

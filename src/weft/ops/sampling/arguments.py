@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .parameters import Integer, Number
+
 LONGEST_SELECTION = 2048  # elements of a row that `top_k` returns at most
 
 
@@ -25,25 +27,19 @@ class TopK(NamedTuple):
 
 
 class SampleArgs(NamedTuple):
-    logits: Tensor  # [B, V]
-    temperature: Tensor | None  # fp32 [B]; or the number below
-    top_k: Tensor | None  # int32 or int64 [B]: tokens to keep; all if it is below 1
-    top_p: Tensor | None  # fp32 [B]: mass to keep
-    min_p: Tensor | None  # fp32 [B]: probability to keep, as a part of the largest
-    seed: Tensor  # int64 [B]
-    step: Tensor  # int64 [B]
-    temperature_number: float
-    top_k_number: int
-    top_p_number: float
-    min_p_number: float
+    logits: Tensor  # [..., V]
+    temperature: Number
+    top_k: Number  # tokens to keep; all if it is below 1
+    top_p: Number  # mass to keep
+    min_p: Number  # probability to keep, as a part of the largest
+    seed: Integer
+    step: Integer
     joint: bool  # the mass of top_p is measured on all tokens, not on the k largest
 
     @property
     def limited(self) -> bool:
         """Whether a request may draw from a part of the tokens."""
-        given = self.top_k, self.top_p, self.min_p
-        numbers = self.top_k_number > 0, self.top_p_number < 1.0, self.min_p_number > 0.0
-        return any(t is not None for t in given) or any(numbers)
+        return not (self.top_k.is_always(0.0) and self.top_p.is_always(1.0) and self.min_p.is_always(0.0))
 
 
 class Sampled(NamedTuple):

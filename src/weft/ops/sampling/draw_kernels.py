@@ -11,22 +11,21 @@ from ...runtime import kernel
 from ...tiles.noise import GUMBEL, gumbel, random_bits, random_tile
 from ...tiles.scores import number_of
 from ...tiles.select import places, rank_bits, threshold
+from .loads import IntegerArgument, NumberArgument, load_integer, load_number
 
 UNIT = tl.constexpr(2.0**40)  # of probability mass: the largest probability of a row is 2^40 units
 DIGIT = tl.constexpr(4)  # bits of a threshold that a pass over a row finds
 
 
 class Requests(NamedTuple):
-    """Parameters of the rows: of each row, or None where a number holds for all."""
+    """Parameters of requests."""
 
-    temperature: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    seed: Tensor
-    step: Tensor
-    seed_stride: int
-    step_stride: int
+    temperature: NumberArgument
+    top_k: NumberArgument
+    top_p: NumberArgument
+    min_p: NumberArgument
+    seed: IntegerArgument
+    step: IntegerArgument
 
 
 class Partial(NamedTuple):
@@ -40,16 +39,9 @@ class Partial(NamedTuple):
 
 
 @triton.jit
-def _setting(ptr, number, row):
-    if ptr is not None:
-        number = tl.load(ptr + row).to(tl.float32)
-    return number
-
-
-@triton.jit
-def _temperature(requests, number, row):
+def _temperature(requests, row):
     """Return (1 / temperature, whether to draw). At temperature 0 logits are not scaled, and the largest is taken."""
-    t = tl.cast(_setting(requests.temperature, number, row), tl.float32)
+    t = load_number(requests.temperature, row)
     return 1.0 / tl.where(t > 0.0, t, 1.0), t > 0.0
 
 
@@ -99,7 +91,6 @@ def draw_kernel(
     cols,
     stride,
     tiles,
-    temperature: float,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,  # divides cols and the stride
 ):
@@ -108,13 +99,13 @@ def draw_kernel(
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     exists = col < (cols // ALIGN) * ALIGN
     x = tl.load(logits_ptr + tl.multiple_of(row * stride, ALIGN) + col, mask=exists, other=-float("inf"))
-    inverse, draws = _temperature(requests, temperature, row)
+    inverse, draws = _temperature(requests, row)
     z = x.to(tl.float32) * inverse
     m, total = _statistics(z, exists)
     score = z
     if draws:
-        seed = tl.load(requests.seed + row * requests.seed_stride + tl.arange(0, 1))
-        step = tl.load(requests.step + row * requests.step_stride + tl.arange(0, 1))
+        seed = load_integer(requests.seed, row) + tl.zeros((1,), tl.int64)
+        step = load_integer(requests.step, row) + tl.zeros((1,), tl.int64)
         noise = gumbel(random_tile(seed, step, tile * TILE, TILE, GUMBEL))
         score = z + tl.reshape(noise, (TILE,))
     best, z_best, token = _best(score, z, col.to(tl.int32), exists & (z > -float("inf")))
@@ -162,7 +153,6 @@ def candidates_kernel(
     cols,
     stride,
     tiles,
-    temperature: float,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     TILE: tl.constexpr,
@@ -173,7 +163,7 @@ def candidates_kernel(
     col = tile * TILE + tl.arange(0, TILE)  # [TILE]
     exists = col < (cols // ALIGN) * ALIGN
     x = tl.load(logits_ptr + tl.multiple_of(row * stride, ALIGN) + col, mask=exists, other=-float("inf"))
-    inverse, _ = _temperature(requests, temperature, row)
+    inverse, _ = _temperature(requests, row)
     m, total = _statistics(x.to(tl.float32) * inverse, exists)
     rank = rank_bits(x, exists, BITS)
     t = threshold(rank, exists.to(tl.int32), KEPT, BITS)
@@ -290,10 +280,6 @@ def choose_kernel(
     stride,
     tiles,
     count,
-    temperature: float,
-    top_k: float,
-    top_p: float,
-    min_p: float,
     JOINT: tl.constexpr,
     BITS: tl.constexpr,
     TILES: tl.constexpr,
@@ -309,10 +295,9 @@ def choose_kernel(
     )
     floors = tl.load(partial.score + row * tiles + tile, mask=tile < tiles, other=0.0)
     floor = tl.max(floors.to(tl.uint32, bitcast=True), axis=0)
-    inverse, draws = _temperature(requests, temperature, row)
-    top_p = _setting(requests.top_p, top_p, row)
-    least = _setting(requests.min_p, min_p, row)
-    top_k = tl.cast(_setting(requests.top_k, top_k, row), tl.float32)
+    inverse, draws = _temperature(requests, row)
+    top_k, top_p = load_number(requests.top_k, row), load_number(requests.top_p, row)
+    least = load_number(requests.min_p, row)
     has_k, has_p = (top_k >= 1.0) & (top_k < cols), top_p < 1.0
     k = tl.minimum(tl.maximum(top_k, 1.0), 2147483520.0).to(tl.int64)
 
@@ -352,8 +337,7 @@ def choose_kernel(
     score = z
     if known:
         if draws:
-            seed = tl.load(requests.seed + row * requests.seed_stride)
-            step = tl.load(requests.step + row * requests.step_stride)
+            seed, step = load_integer(requests.seed, row), load_integer(requests.step, row)
             score = z + gumbel(random_bits(seed, step, token, GUMBEL))
         order = tl.cumsum((exists & (rank == t)).to(tl.int32), axis=0)
         kept = exists & ((rank > t) | ((rank == t) & (order <= ties))) & (e >= least) & (z > -float("inf"))
@@ -384,8 +368,8 @@ def choose_kernel(
         seen = tl.zeros((), tl.int32)
         best_score, best_z = tl.full((), -float("inf"), tl.float32), tl.full((), -float("inf"), tl.float32)
         best = tl.full((), -1, tl.int32)
-        seed = tl.load(requests.seed + row * requests.seed_stride + tl.arange(0, 1))
-        step = tl.load(requests.step + row * requests.step_stride + tl.arange(0, 1))
+        seed = load_integer(requests.seed, row) + tl.zeros((1,), tl.int64)
+        step = load_integer(requests.step, row) + tl.zeros((1,), tl.int64)
         for start in range(0, cols, TILE):
             col = start + tl.arange(0, TILE)
             x_i = tl.load(logits_ptr + col, mask=col < cols, other=-float("inf"))

@@ -11,6 +11,7 @@ from ...runtime import Capabilities, Launch, capabilities_of, choice
 from ..common.rows import align_of, contiguous, flat_rows
 from .arguments import SampleArgs, Sampled, TopK, TopKArgs
 from .draw_kernels import Partial, Requests, candidates_kernel, choose_kernel, draw_kernel, join_draws_kernel
+from .loads import IntegerArgument, NumberArgument
 from .select_kernels import select_kernel, sort_kernel
 
 # Bits of an element that tell the order of all values.
@@ -103,16 +104,19 @@ def draw_config(cols: int, target: Capabilities) -> SelectConfig:
     return SelectConfig(4096, 4096 // (16 * target.warp_size))
 
 
-def _requests(a: SampleArgs) -> Requests:
-    seed, step = a.seed.reshape(-1), a.step.reshape(-1)
+def _requests(a: SampleArgs, rows: int) -> Requests:
     return Requests(
-        contiguous(a.temperature), contiguous(a.top_k), contiguous(a.top_p), contiguous(a.min_p),
-        seed, step, seed.stride(0), step.stride(0),
-    )  # fmt: skip
+        NumberArgument.of(a.temperature, rows),
+        NumberArgument.of(a.top_k, rows),
+        NumberArgument.of(a.top_p, rows),
+        NumberArgument.of(a.min_p, rows),
+        IntegerArgument.of(a.seed, rows),
+        IntegerArgument.of(a.step, rows),
+    )
 
 
 def launch_sample(o: Sampled, a: SampleArgs) -> None:
-    x, requests = flat_rows(a.logits), _requests(a)
+    x = flat_rows(a.logits)
     rows, cols = x.shape
     target = capabilities_of(x.device)
     tile, warps = draw_config(cols, target)
@@ -121,11 +125,10 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     kept = torch.empty((rows, tiles, KEPT if a.limited else 1), dtype=torch.int32, device=x.device)
     common = {
         "logits_ptr": x,
-        "requests": requests,
+        "requests": _requests(a, rows),
         "cols": cols,
         "stride": x.stride(0),
         "tiles": tiles,
-        "temperature": a.temperature_number,
     }
     constants = {"TILE": tile, "ALIGN": align_of(cols, x.stride(0))}
     results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
@@ -154,7 +157,6 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     )(
         (rows, 1, 1),
         *choose_kernel.arguments(
-            partial=partial, candidate_ptr=kept, value_ptr=value, count=tiles * KEPT, top_k=float(a.top_k_number),
-            top_p=a.top_p_number, min_p=a.min_p_number, **common, **results,
+            partial=partial, candidate_ptr=kept, value_ptr=value, count=tiles * KEPT, **common, **results
         ),
-    )  # fmt: skip
+    )

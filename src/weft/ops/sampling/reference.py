@@ -47,12 +47,7 @@ def kept_tokens(a: SampleArgs, z: Tensor, m: Tensor, total: Tensor) -> Tensor:
     rows, cols = z.shape
     flat = a.logits.reshape(rows, cols)
 
-    def setting(t: Tensor | None, number: float) -> Tensor:
-        return (
-            torch.full((rows, 1), float(number), device=z.device) if t is None else t.reshape(-1, 1).float()
-        )
-
-    k, p = setting(a.top_k, a.top_k_number), setting(a.top_p, a.top_p_number)
+    k, p, least = (number.column(rows, z.float()) for number in (a.top_k, a.top_p, a.min_p))
     has_k, has_p = (k >= 1) & (k < cols), p < 1
     e = torch.where(z == m, 1.0, (z - m).exp()).masked_fill(z.isnan() | (z == -torch.inf), 0.0)
     order = descending(flat)
@@ -65,7 +60,7 @@ def kept_tokens(a: SampleArgs, z: Tensor, m: Tensor, total: Tensor) -> Tensor:
     wanted = torch.where(has_k, of_all if a.joint else part, of_all).clamp(min=1)
     among = among & (~has_p | (units.cumsum(-1) - units < wanted))
     kept = torch.zeros_like(among).scatter(-1, order, among)
-    return kept & (e >= setting(a.min_p, a.min_p_number)) & (z > -torch.inf)
+    return kept & (e >= least) & (z > -torch.inf)
 
 
 def sample_reference(a: SampleArgs) -> Sampled:
@@ -73,17 +68,12 @@ def sample_reference(a: SampleArgs) -> Sampled:
     rows = a.logits.shape[:-1]
     cols = a.logits.shape[-1]
     flat = a.logits.reshape(rows.numel(), cols)
-    t = (
-        torch.full((len(flat),), a.temperature_number, device=flat.device)
-        if a.temperature is None
-        else a.temperature
-    )
-    t = t.reshape(-1, 1)
+    t = a.temperature.column(len(flat), flat.float())
     z = flat.to(compute_dtype(flat)) * (1.0 / torch.where(t > 0, t, 1.0))
     m = z.masked_fill(z.isnan(), -torch.inf).amax(-1, keepdim=True)
     total = torch.where(z == m, 1.0, (z - m).exp()).masked_fill(z == -torch.inf, 0.0).sum(-1, keepdim=True)
     token = torch.arange(cols, device=z.device)
-    noise = gumbel(a.seed.reshape(-1, 1), a.step.reshape(-1, 1), token)
+    noise = gumbel(a.seed.column(len(flat), flat.device), a.step.column(len(flat), flat.device), token)
     score = torch.where(t > 0, z + noise, z).masked_fill(~kept_tokens(a, z, m, total), -torch.inf)
     best = score.amax(-1, keepdim=True)
     chosen = torch.where((score == best) & (score > -torch.inf), token, cols).amin(-1, keepdim=True)

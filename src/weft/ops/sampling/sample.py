@@ -25,19 +25,22 @@ again: 4 bits of the limit with each pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...runtime import Op, Sharding
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, whole
 from .arguments import SampleArgs, Sampled
+from .parameters import Integer, Number
 from .reference import sample_reference
 
 Order = Literal["k_then_p", "joint"]
+OF_REQUESTS = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
 
 
 class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
@@ -45,14 +48,11 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
         if a.logits.dim() == 0 or not 0 < a.logits.shape[-1] < 2**31:
             raise ValueError(f"logits must be [..., V] with 0 < V < 2**31; got {tuple(a.logits.shape)}")
         rows, device = a.logits.shape[:-1], a.logits.device
-        for name in ("temperature", "top_p", "min_p"):
-            t = getattr(a, name)
+        dtypes = {"top_k": INTEGERS, "seed": (torch.int64,), "step": (torch.int64,)}
+        for name in OF_REQUESTS:
+            t = getattr(a, name).tensor
             if t is not None:
-                check_tensor(name, t, (torch.float32,), device, rows)
-        if a.top_k is not None:
-            check_tensor("top_k", a.top_k, INTEGERS, device, rows)
-        for name, t in (("seed", a.seed), ("step", a.step)):
-            check_tensor(name, t, (torch.int64,), device, rows)
+                check_tensor(name, t, dtypes.get(name, (torch.float32,)), device, rows, ())
 
     def allocate(self, a: SampleArgs) -> Sampled:
         rows, device = a.logits.shape[:-1], a.logits.device
@@ -69,7 +69,8 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
         return sample_reference(a)
 
     def shard(self, a: SampleArgs) -> Sharding:
-        of_rows = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed", "step"), "...")
+        given = ((name, getattr(a, name).tensor) for name in OF_REQUESTS)
+        of_rows = {f"{name}_tensor": "..." if t.dim() else "" for name, t in given if t is not None}
         return Sharding(
             {"logits": "... v", **of_rows},
             {"tokens": "...", "logprobs": "...", "lse": "..."},
@@ -80,22 +81,16 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
 sample_op = SampleOp()
 
 
-def _of_rows(
-    name: str, value: Tensor | float | None, off: float, logits: Tensor
-) -> tuple[Tensor | None, float]:
-    """Return (tensor with a value for each row or None, number) of a parameter."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        return (value.expand(logits.shape[:-1]).contiguous() if value.dim() == 0 else value), off
-    number = off if value is None else real(name, value)
-    return None, number
+def _part(name: str, value: Tensor | float, device: torch.device) -> Number:
+    """Return an argument that is a number from 0 to 1 or a tensor."""
+    number = Number.of(name, value, device, torch.float32, -math.inf)
+    if not 0.0 <= number.value <= 1.0:
+        raise ValueError(f"{name} must be from 0 to 1; got {number.value}")
+    return number
 
 
-def integers_of(name: str, value: Tensor | int, rows: torch.Size, device: torch.device) -> Tensor:
-    """Return a seed or a step as an int64 tensor of the rows."""
-    if not isinstance(value, Tensor):
-        value = torch.full((), whole(name, value), dtype=torch.int64, device=device)
-    return value.expand(rows) if value.dim() == 0 else value
+def _detached(value: Any, default: float) -> Any:
+    return default if value is None else value.detach() if isinstance(value, Tensor) else value
 
 
 def check_noise(seed: object, step: object, is_greedy: bool) -> None:
@@ -146,23 +141,16 @@ def sample(
     check_input("logits", logits, FLOATS)
     if order not in ("k_then_p", "joint"):
         raise ValueError(f"order must be 'k_then_p' or 'joint'; got {order!r}")
-    t, t_number = _of_rows("temperature", temperature, 1.0, logits)
-    p, p_number = _of_rows("top_p", top_p, 1.0, logits)
-    least, least_number = _of_rows("min_p", min_p, 0.0, logits)
-    k, k_number = None, 0
+    device = logits.device
+    t = Number.of("temperature", _detached(temperature, 1.0), device, torch.float32, 0.0)
     if isinstance(top_k, Tensor):
-        k = top_k.expand(logits.shape[:-1]).contiguous() if top_k.dim() == 0 else top_k
-    elif top_k is not None:
-        k_number = max(whole("top_k", top_k), 0)
-    if not 0.0 <= t_number < float("inf"):
-        raise ValueError(f"temperature must be at least 0 and finite; got {t_number}")
-    for name, number in (("top_p", p_number), ("min_p", least_number)):
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"{name} must be from 0 to 1; got {number}")
-    check_noise(seed, step, t is None and t_number == 0.0)
-    rows, device = logits.shape[:-1], logits.device
+        k = Number(top_k, 0.0)
+    else:
+        k = Number(None, 0.0 if top_k is None else float(max(whole("top_k", top_k), 0)))
+    p, least = _part("top_p", _detached(top_p, 1.0), device), _part("min_p", _detached(min_p, 0.0), device)
+    check_noise(seed, step, t.is_always(0.0))
     seeds, steps = (
-        integers_of(name, 0 if n is None else n, rows, device) for name, n in (("seed", seed), ("step", step))
+        Integer.of("seed", _detached(seed, 0), device),
+        Integer.of("step", _detached(step, 0), device),
     )
-    numbers = t_number, k_number, p_number, least_number
-    return sample_op(SampleArgs(logits.detach(), t, k, p, least, seeds, steps, *numbers, order == "joint"))
+    return sample_op(SampleArgs(logits.detach(), t, k, p, least, seeds, steps, order == "joint"))
