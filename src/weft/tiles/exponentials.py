@@ -1,7 +1,13 @@
-"""exp(x) - 1 and log(1 + x) without cancellation near 0. Triton has them in libdevice alone, which on AMD computes them
-in float64."""
+"""exp(x) - 1 and log(1 + x) without cancellation near 0, which Triton has in libdevice alone (on AMD in float64), and
+exp(z - m) at infinity."""
 
 from ..language import tl, triton
+
+
+@triton.jit
+def exp_below(z, m):
+    """Return exp(z - m) for a maximum m: 1 at the maximum even if it is infinite."""
+    return tl.where(z == m, 1.0, tl.exp(z - m))
 
 
 @triton.jit

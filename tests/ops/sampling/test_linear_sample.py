@@ -21,6 +21,7 @@ from weft.ops.loss.linear_logprobs.linear_logprobs import linear_logprobs_op, li
 from weft.ops.loss.statistics import LinearSampled, Softmax, Wanted
 from weft.ops.sampling.linear_sample.arguments import LinearSampleArgs
 from weft.ops.sampling.linear_sample.linear_sample import linear_sample_op, linear_sample_statistics_op
+from weft.ops.sampling.parameters import Number
 from weft.runtime import choosing_for, observing
 from weft.runtime.launch import recorded_by
 
@@ -153,6 +154,120 @@ def test_logits_that_are_no_numbers(temperature: float) -> None:
     assert sample(bias)[0] == 7
 
 
+# ---- draws from the largest logits ----------------------------------------------------------------------
+
+TOP: dict[str, dict[str, Any]] = {
+    "k": {"top_k": 7},
+    "1": {"top_k": 1},
+    "k, then p": {"top_k": 50, "top_p": 0.8},
+    "all": {"top_k": 64, "top_p": 0.95, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("limits", TOP)
+@pytest.mark.parametrize("dtype", DTYPES[::2])
+def test_draws_from_the_largest_are_those_of_logits(limits: str, dtype: torch.dtype) -> None:
+    """`sample` draws the same tokens from the same logits, in one tile and in several, and in long lists."""
+    for rows, vocab in ((5, 33), (140, 1000), (2, 12000)):
+        tensors = problem(rows, 24, vocab, dtype)
+        noise = {"seed": torch.arange(rows) + 2**40, "step": torch.tensor(7)}
+        got = weft.linear_sample(**tensors, temperature=0.8, **noise, **TOP[limits])
+        logits = tensors["hidden"].float() @ tensors["weight"].float().t()
+        wanted = weft.sample(logits, temperature=0.8, **noise, **TOP[limits])
+        assert torch.equal(got.tokens, wanted.tokens)
+        assert torch.equal(got.logprobs, logprobs_of(got.tokens, **tensors, temperature=0.8))
+
+
+def test_the_largest_for_each_row() -> None:
+    """Limits as tensors hold for their rows, and a row draws the same in any batch."""
+    tensors = problem(20, 24, 700)
+    seed, top_p = torch.arange(20), torch.linspace(0, 1, 20)
+    options: dict[str, Any] = {"weight": tensors["weight"], "top_k": 30, "min_p": torch.tensor(0.001)}
+    whole = weft.linear_sample(tensors["hidden"], seed=seed, step=1, top_p=top_p, **options)
+    order = torch.randperm(20)[:11]
+    part = weft.linear_sample(
+        tensors["hidden"][order], seed=seed[order], step=1, top_p=top_p[order], **options
+    )
+    assert torch.equal(part.tokens, whole.tokens[order])
+    assert torch.equal(part.logprobs, whole.logprobs[order])
+    for i in (0, 7, 19):
+        alone = weft.linear_sample(tensors["hidden"][i], seed=i, step=1, top_p=float(top_p[i]), **options)
+        assert alone.tokens == whole.tokens[i]
+    assert torch.equal(
+        whole.tokens[:1], weft.linear_sample(tensors["hidden"][:1], **options, temperature=0, **NOISE).tokens
+    )
+
+
+def test_the_first_of_equal_largest() -> None:
+    """Lists keep the lowest tokens of equal logits, in one tile and across tiles; what is no number is never drawn."""
+    tensors = {"hidden": torch.ones(3000, 1), "weight": torch.zeros(1500, 1)}
+    noise = {"seed": torch.arange(3000), "step": 1}
+    for first in (0, 100, 700):
+        bias = torch.zeros(1500)
+        bias[:first:2], bias[1:first:2] = -torch.inf, torch.nan
+        tokens = weft.linear_sample(**tensors, bias=bias, top_k=5, **noise).tokens
+        assert tokens.unique().tolist() == list(range(first, first + 5))
+    bias[1200] = 1.0
+    tokens = weft.linear_sample(**tensors, bias=bias, top_k=3, **noise).tokens
+    assert tokens.unique().tolist() == [700, 701, 1200]
+    bias[:] = -torch.inf
+    assert weft.linear_sample(**tensors, bias=bias, top_k=3, **noise).tokens.eq(-1).all()
+    bias[1499] = -3e38
+    assert weft.linear_sample(**tensors, bias=bias, top_k=3, **noise).tokens.eq(1499).all()
+    bias[[3, 9]] = torch.inf
+    assert weft.linear_sample(**tensors, bias=bias, top_k=3, **noise).tokens.eq(3).all()
+
+
+@pytest.mark.parametrize("limits", ["k", "all"])
+@pytest.mark.parametrize("cuts", [(0, 300, 600, 900), (0, 3, 3, 130, 899, 900)])
+def test_shards_list_their_largest(cuts: tuple[int, ...], limits: str) -> None:
+    """Any cuts, with shards that have fewer columns than are drawn from."""
+    tensors = problem(20, 40, 900)
+    whole = weft.linear_sample(**tensors, **NOISE, **TOP[limits])
+    softmax = Softmax(0, 900, -100, None, 1.0)
+    top_p, min_p = (Number(None, TOP[limits].get(n, off)) for n, off in (("top_p", 1.0), ("min_p", 0.0)))
+    more = TOP[limits]["top_k"], top_p, min_p
+    listed = []
+    for first, last in itertools.pairwise(cuts):
+        part = (tensors["hidden"], tensors["weight"][first:last].contiguous(), None)
+        a = LinearSampleArgs(
+            *part, torch.tensor(3), torch.tensor(5), None, softmax._replace(start=first), *more
+        )
+        listed.append(linear_sample_statistics_op(a).stats)
+        with weft.backend("reference"):
+            reference = linear_sample_statistics_op(a).stats
+        torch.testing.assert_close(listed[-1][:5], reference[:5], rtol=1e-4, atol=1e-5, equal_nan=True)
+        lists = [x[5:].sort(0).values for x in (listed[-1], reference)]  # kernels list in another order
+        torch.testing.assert_close(*lists, rtol=1e-5, atol=1e-6, equal_nan=True)
+    stats = torch.stack(listed)
+    before = stats.clone()
+    joined = a._replace(stats=stats, softmax=softmax)
+    got = linear_sample_op(joined)
+    assert torch.equal(got.tokens, whole.tokens)
+    torch.testing.assert_close(got.logprobs, whole.logprobs, rtol=1e-5, atol=1e-6)
+    assert torch.equal(stats.view(torch.int32), before.view(torch.int32))
+    with weft.backend("reference"):
+        assert torch.equal(linear_sample_op(joined).tokens, got.tokens)
+
+
+def test_draws_from_the_largest_have_their_distribution() -> None:
+    p = torch.tensor([0.02, 0.4, 0.03, 0.25, 0.2, 0.1], dtype=torch.float64)
+    draws = 60_000
+    tokens, logprobs = weft.linear_sample(
+        torch.zeros(draws, 1),
+        torch.zeros(6, 1),
+        bias=p.log().float(),
+        top_k=4,
+        seed=11,
+        step=torch.arange(draws),
+    )
+    kept = torch.where(p >= 0.1, p, 0.0) / 0.95
+    places = torch.tensor([-1, 0, -1, 1, 2, 3])[tokens]
+    assert places.min() == 0
+    assert chi_square(places, kept[kept > 0]) < 33  # 3 degrees of freedom: 1e-7
+    torch.testing.assert_close(logprobs, p.log().float()[tokens], atol=1e-6, rtol=1e-6)
+
+
 # ---- the same bits ------------------------------------------------------------------------------------
 
 
@@ -224,13 +339,15 @@ def test_bits_do_not_depend_on_the_stride_of_hidden_states() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
-def test_bits_of_emulated_gpus(target: str) -> None:
+@pytest.mark.parametrize("limits", [{}, TOP["all"]])
+def test_bits_of_emulated_gpus(target: str, limits: dict[str, Any]) -> None:
     """The GPU's own code: the log-probability is that of `linear_logprobs`, and the token that of the CPU."""
     tensors = problem(5, 64, 300) | {"temperature": 0.7}
-    wanted = weft.linear_sample(**tensors, **NOISE)
+    noise = NOISE | limits
+    wanted = weft.linear_sample(**tensors, **noise)
     with triton_loom.emulate(target):
-        got = weft.linear_sample(**tensors, **NOISE)
-        few = weft.linear_sample(**(tensors | {"hidden": tensors["hidden"][3:]}), **NOISE)
+        got = weft.linear_sample(**tensors, **noise)
+        few = weft.linear_sample(**(tensors | {"hidden": tensors["hidden"][3:]}), **noise)
         logprobs = logprobs_of(got.tokens, **tensors)
     assert torch.equal(got.tokens, wanted.tokens)
     assert torch.equal(got.logprobs, logprobs)
@@ -346,21 +463,24 @@ def test_two_launches_without_reading_the_device() -> None:
     assert launched == ["linear_logprobs_kernel", "_join_statistics_kernel"]
 
 
-def test_captured_steps_differ() -> None:
+@pytest.mark.parametrize("limits", [{}, {"top_k": 60}])
+def test_captured_steps_differ(limits: dict[str, Any]) -> None:
     """Replays of one recording, in which only the step advances, draw what calls of their own draw."""
     hidden, weight = torch.zeros(4, 8), torch.zeros(5000, 8)
     seed = torch.arange(4)
     replay = weft.capture(
-        lambda hidden, step: weft.linear_sample(hidden, weight, seed=seed, step=step), hidden, torch.tensor(0)
+        lambda hidden, step: weft.linear_sample(hidden, weight, seed=seed, step=step, **limits),
+        hidden,
+        torch.tensor(0),
     )
     drawn = []
     for step in range(8):
         tokens, logprobs = replay(hidden, torch.tensor(step))
-        wanted = weft.linear_sample(hidden, weight, seed=seed, step=step)
+        wanted = weft.linear_sample(hidden, weight, seed=seed, step=step, **limits)
         assert torch.equal(tokens, wanted.tokens)
         assert torch.equal(logprobs, wanted.logprobs)
         drawn.append(tokens.clone())
-    assert len(torch.stack(drawn).unique()) > 28
+    assert len(torch.stack(drawn).unique()) > 20
 
 
 def test_results_into_the_same_memory() -> None:
@@ -436,6 +556,10 @@ def test_invalid_arguments_raise() -> None:
         ({"step": torch.zeros(3).long()}, ValueError, r"one for each row of hidden, \(4,\); got the shape \(3,\)"),
         ({"step": torch.zeros(4, device="meta").long()}, ValueError, "step must be int64 on cpu"),
         ({"shard": 3}, TypeError, "weft.VocabShard"),
+        ({"top_k": 65}, ValueError, "top_k must be from 1 to 64; got 65. To draw from more tokens, pass logits"),
+        ({"top_k": 0}, ValueError, "top_k must be at least 1"),
+        ({"top_p": 0.5}, ValueError, "top_p= needs top_k="),
+        ({"top_k": 3, "min_p": torch.zeros(3)}, ValueError, r"min_p must have the shape \(4,\)"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             weft.linear_sample(**(tensors | wrong))

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton_loom
 from torch import Tensor
 
 import weft
 from tests.catalogue.layouts import far_apart
 from weft.ops.sampling import launch
+from weft.ops.sampling.arguments import SampleArgs
 from weft.ops.sampling.noise import gumbel, gumbel_of
+from weft.ops.sampling.parameters import Integer, Number
+from weft.ops.sampling.reference import kept_tokens
 from weft.runtime import choosing_for
 
 INF, NAN = float("inf"), float("nan")
@@ -75,6 +79,81 @@ def test_limits_below_what_one_tile_passes_on() -> None:
     got = sample(x, top_k=100, step=step)
     with weft.backend("reference"):
         assert_equal(got, sample(x, top_k=100, step=step))
+
+
+def long_rows(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return rows whose limits lie among many elements."""
+    x = torch.randn(60_000)
+    masked, grammar = x * 2, torch.full_like(x, -INF)
+    masked[::2] = -INF
+    grammar[500:540] = x[500:540]
+    first = x * 2
+    first[torch.randperm(4096)[:400]] += 10
+    two = torch.where(torch.rand_like(x) < 0.5, 1.0, 2.0)
+    rows = {
+        "flat": x * 0.1, "normal": x, "first tile": first, "masked": masked, "few": grammar, "two values": two,
+        "equal": torch.ones_like(x), "below zero": -x.abs() - 1, "zipf": -1.2 * torch.arange(1.0, 60_001).log(),
+    }  # fmt: skip
+    return {name: row.to(dtype) for name, row in rows.items()}
+
+
+FAR_LIMITS: list[dict[str, Any]] = [
+    {"top_k": 50}, {"top_k": 100}, {"top_k": 700}, {"top_k": 20_000}, {"top_k": 40_000}, {"top_p": 0.5},
+    {"top_p": 0.99}, {"top_p": 0.9999}, {"min_p": 1e-4}, {"top_k": 300, "top_p": 0.9},
+    {"top_k": 30_000, "top_p": 0.7}, {"top_k": 30_000, "top_p": 0.3, "order": "joint"},
+    {"top_k": 500, "top_p": 0.9999, "order": "joint"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_limits_far_below_candidates(dtype: torch.dtype) -> None:
+    """Of rows that are read again, each limit is found, and drawn from."""
+    x = torch.stack(list(long_rows(dtype).values()))
+    noise = gumbel(torch.tensor(0), torch.tensor(1), torch.arange(x.shape[1]))
+    for limits in FAR_LIMITS:
+        one, none = Number(None, 1.0), Integer(None, 0)
+        k, p, least = (
+            Number(None, limits.get(n, off)) for n, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
+        )
+        z = x.float()
+        m = z.amax(-1, keepdim=True)
+        a = SampleArgs(x, one, k, p, least, none, none, "order" in limits)
+        kept = kept_tokens(a, z, m, (z - m).exp().sum(-1, keepdim=True))
+        wanted = (z + noise).masked_fill(~kept, -INF).argmax(-1)
+        assert sample(x, step=1, **limits).tokens.tolist() == wanted.tolist(), limits
+
+
+@pytest.mark.parametrize("row", long_rows(torch.float32))
+def test_a_row_is_read_few_times(row: str) -> None:
+    """Once for the candidates; for a limit below those, at most twice to narrow it and once to draw."""
+    x = long_rows(torch.bfloat16)[row][None]
+    for limits in FAR_LIMITS:
+        with triton_loom.count() as counted:
+            sample(x, **limits)
+        read = sum(
+            launch.arguments["logits_ptr"].loads.requested
+            for launch in counted.launches
+            if "logits_ptr" in launch.arguments
+        )
+        passes = read / (x.numel() * x.element_size())
+        two_limits = limits.get("top_k", 0) > 64 and "top_p" in limits
+        assert passes <= (7 if two_limits else 4), limits
+        if limits == {"top_k": 50} or row == "few":
+            assert passes == 1
+
+
+def test_ties_around_limits_of_long_rows() -> None:
+    """More equal elements than there is memory for: the lowest tokens are kept."""
+    x, step = torch.zeros(300, 9000), torch.arange(300)
+    x[:, ::3] = 1.0
+    for limits, kept in (({"top_k": 2000}, 2000), ({"top_k": 3003}, 3000 + 3)):
+        tokens = sample(x, step=step, **limits).tokens
+        largest = tokens[tokens % 3 == 0]
+        assert largest.max() < 3 * min(kept, 3000)
+        assert tokens[tokens % 3 != 0].lt(5).all()
+        assert (tokens > 5000).any()
+    # The 3000 largest have e / (e + 2) of the mass: 0.1 of it is that of 521.
+    assert 1200 < sample(x, step=step, top_p=0.1).tokens.max() <= 3 * 521
 
 
 def test_of_each_request() -> None:
@@ -319,11 +398,18 @@ def test_nothing_is_differentiated() -> None:
 
 @pytest.mark.parametrize("limits", ["full", "all"])
 def test_compiled_is_eager(limits: str) -> None:
+    """Numbers may change from call to call of one graph."""
     x, step = torch.randn(3, 200), torch.tensor([1, 2, 3])
+    options = LIMITS[limits] | {"temperature": 0.7}
     compiled = torch.compile(
-        lambda t, s: sample(t, step=s, **LIMITS[limits]), fullgraph=True, backend="aot_eager"
+        lambda t, s, **options: sample(t, step=s, **options),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
     )
-    assert torch.equal(compiled(x, step).tokens, sample(x, step=step, **LIMITS[limits]).tokens)
+    for temperature in (0.7, 0.8):
+        options["temperature"] = temperature
+        assert torch.equal(compiled(x, step, **options).tokens, sample(x, step=step, **options).tokens)
 
 
 @pytest.mark.parametrize(

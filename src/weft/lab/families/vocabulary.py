@@ -324,6 +324,7 @@ def drawn_truth(
         tokens = torch.arange(start, start + z.shape[1])
         score = z + gumbel(seed.reshape(-1, 1), step.reshape(-1, 1), tokens).double()
         error = error + EPS32 * score.abs()
+    error = error.masked_fill(score == -torch.inf, 0.0)
     highest, best = score.max(1)
     own = error.gather(1, best[:, None])
     rivals = (score + error + own).scatter(1, best[:, None], -torch.inf)

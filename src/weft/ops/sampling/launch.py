@@ -10,7 +10,8 @@ from torch import Tensor
 from ...runtime import Capabilities, Launch, capabilities_of, choice
 from ..common.rows import align_of, contiguous, flat_rows
 from .arguments import SampleArgs, Sampled, TopK, TopKArgs
-from .draw_kernels import Partial, Requests, candidates_kernel, choose_kernel, draw_kernel, join_draws_kernel
+from .draw_kernels import Partial, Requests, draw_kernel, join_draws_kernel
+from .limit_kernels import Candidates, candidates_kernel, choose_kernel
 from .loads import IntegerArgument, NumberArgument
 from .select_kernels import select_kernel, sort_kernel
 
@@ -38,17 +39,20 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def launch_top_k(o: TopK, a: TopKArgs) -> None:
-    x = flat_rows(a.x)
+def largest_columns(
+    x: Tensor, k: int, room: int, starts: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
+    """Return columns of x [rows, cols] in ascending order, at most `room` >= k of each row, among which are the columns
+    of its k largest: int32, -1 for none."""
     rows, cols = x.shape
     target = capabilities_of(x.device)
     chosen: Tensor | None = None
     count = cols
-    while chosen is None or count > a.k:
-        tile, warps = select_config(count, a.k, target)
+    while chosen is None or count > room:
+        tile, warps = select_config(count, k, target)
         tiles = -(-count // tile)
-        kept = min(a.k, tile)
-        columns = torch.empty((rows, tiles, kept), dtype=torch.int32, device=x.device)
+        kept = min(k, tile)
+        columns = torch.empty((rows, tiles * kept), dtype=torch.int32, device=x.device)
         launch = Launch.of(
             select_kernel,
             num_warps=warps,
@@ -63,8 +67,8 @@ def launch_top_k(o: TopK, a: TopKArgs) -> None:
                 x_ptr=x if chosen is None else None,
                 listed_ptr=None if chosen is None else x,
                 list_ptr=chosen,
-                starts_ptr=contiguous(a.starts),
-                ends_ptr=contiguous(a.ends),
+                starts_ptr=starts,
+                ends_ptr=ends,
                 chosen_ptr=columns,
                 cols=cols,
                 count=count,
@@ -74,6 +78,13 @@ def launch_top_k(o: TopK, a: TopKArgs) -> None:
             ),
         )
         chosen, count = columns, tiles * kept
+    return chosen
+
+
+def launch_top_k(o: TopK, a: TopKArgs) -> None:
+    x = flat_rows(a.x)
+    rows, cols = x.shape
+    chosen = largest_columns(x, a.k, a.k, contiguous(a.starts), contiguous(a.ends))
     tile = _power_of_two(a.k)
     Launch.of(sort_kernel, num_warps=max(1, min(8, tile // 128)), TILE=tile)(
         (rows, 1, 1),
@@ -84,7 +95,7 @@ def launch_top_k(o: TopK, a: TopKArgs) -> None:
             index_ptr=o.indices,
             x_stride=x.stride(0),
             cols=cols,
-            count=count,
+            count=chosen.shape[1],
             k=a.k,
         ),
     )
@@ -93,6 +104,7 @@ def launch_top_k(o: TopK, a: TopKArgs) -> None:
 # ---- draws ----------------------------------------------------------------------------------------------
 
 KEPT = 64  # of a tile: candidates of top_k, top_p and min_p
+ROOM = 4096  # elements of a row around a limit
 
 
 @choice("sample", tile=(64, 16384), num_warps=(1, 16))
@@ -121,8 +133,6 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     target = capabilities_of(x.device)
     tile, warps = draw_config(cols, target)
     tiles = -(-cols // tile)
-    largest, total, score, z = torch.empty((4, rows, tiles), dtype=torch.float32, device=x.device)
-    kept = torch.empty((rows, tiles, KEPT if a.limited else 1), dtype=torch.int32, device=x.device)
     common = {
         "logits_ptr": x,
         "requests": _requests(a, rows),
@@ -133,8 +143,10 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     constants = {"TILE": tile, "ALIGN": align_of(cols, x.stride(0))}
     results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
     few = 1 if tiles == 1 else 8 if tiles <= 8 else max(_power_of_two(tiles), 32)
+    of_tiles = torch.empty((4, rows, tiles), dtype=torch.float32, device=x.device)
     if not a.limited:
-        partial = Partial(largest, total, score, z, kept)
+        token = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
+        partial = Partial(*of_tiles, token)
         Launch.of(draw_kernel, num_warps=warps, **constants)(
             (rows * tiles, 1, 1), *draw_kernel.arguments(partial=partial, **common)
         )
@@ -142,21 +154,29 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
             (rows, 1, 1), *join_draws_kernel.arguments(partial=partial, tiles=tiles, **results)
         )
         return
-    partial = Partial(largest, total, score, None, None)
-    value = torch.empty((rows, tiles, KEPT), dtype=torch.float32, device=x.device)
+    width = max(tiles * KEPT, ROOM)
+    token, value = torch.empty((2, rows, width), dtype=torch.int32, device=x.device)
+    largest, total, smallest, floor = of_tiles
+    candidates = Candidates(
+        token, value.view(torch.float32), width, largest, total, smallest, floor.view(torch.int32)
+    )
     bits = RANK_BITS[x.dtype]
     Launch.of(candidates_kernel, num_warps=warps, BITS=bits, KEPT=KEPT, **constants)(
-        (rows * tiles, 1, 1),
-        *candidates_kernel.arguments(partial=partial, token_ptr=kept, value_ptr=value, **common),
+        (rows * tiles, 1, 1), *candidates_kernel.arguments(candidates=candidates, **common)
     )
-    candidates = few * KEPT
-    # Where a row is read again, a thread compares 8 elements with 16 ranks each.
-    warps = max(4, min(16, candidates // (8 * target.warp_size)))
-    Launch.of(
-        choose_kernel, num_warps=warps, JOINT=a.joint, BITS=bits, TILES=few, COUNT=candidates, TILE=warps * 16
-    )(
+    count = few * KEPT
+    launch = Launch.of(
+        choose_kernel,
+        num_warps=max(4, min(16, count // (8 * target.warp_size))),
+        JOINT=a.joint,
+        BITS=bits,
+        TILES=few,
+        KEPT=KEPT,
+        COUNT=count,
+        ROOM=ROOM,
+        TILE=2048,
+    )
+    launch(
         (rows, 1, 1),
-        *choose_kernel.arguments(
-            partial=partial, candidate_ptr=kept, value_ptr=value, count=tiles * KEPT, **common, **results
-        ),
+        *choose_kernel.arguments(candidates=candidates, count=tiles * KEPT, **common, **results),
     )

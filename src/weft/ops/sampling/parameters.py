@@ -26,7 +26,7 @@ class Number(NamedTuple):
             check_tensor(name, value, (dtype,), device)
             return Number(value, 0.0)
         value = real(name, value)
-        if value < least or math.isinf(value):
+        if not (least <= value and abs(value) < math.inf):
             bound = "" if least == -math.inf else f"at least {least:g} and "
             raise ValueError(f"{name} must be {bound}finite; got {value}")
         return Number(None, value)

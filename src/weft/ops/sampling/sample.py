@@ -81,7 +81,7 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
 sample_op = SampleOp()
 
 
-def _part(name: str, value: Tensor | float, device: torch.device) -> Number:
+def of_part(name: str, value: Tensor | float, device: torch.device) -> Number:
     """Return an argument that is a number from 0 to 1 or a tensor."""
     number = Number.of(name, value, device, torch.float32, -math.inf)
     if not 0.0 <= number.value <= 1.0:
@@ -147,7 +147,10 @@ def sample(
         k = Number(top_k, 0.0)
     else:
         k = Number(None, 0.0 if top_k is None else float(max(whole("top_k", top_k), 0)))
-    p, least = _part("top_p", _detached(top_p, 1.0), device), _part("min_p", _detached(min_p, 0.0), device)
+    p, least = (
+        of_part("top_p", _detached(top_p, 1.0), device),
+        of_part("min_p", _detached(min_p, 0.0), device),
+    )
     check_noise(seed, step, t.is_always(0.0))
     seeds, steps = (
         Integer.of("seed", _detached(seed, 0), device),

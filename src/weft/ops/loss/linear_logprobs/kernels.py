@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from ....language import tl, triton
 from ....runtime import kernel
-from ....tiles.noise import GUMBEL, gumbel, random_bits, random_tile
 from ....tiles.softmax import LOWEST, add_exponentials, add_moments, add_squares, cap
 from ....tiles.split import dot_fp32
 from ..join import CAPPED, DRAWN, FEW, PLAIN, Scaling
+from .draws import Best, Listed, Noise, best_column, first_largest, list_largest
 
 
 @triton.jit
@@ -129,65 +129,6 @@ def _column(y, start_col, vocab):
     return tl.where(inside, column, -1).to(tl.int32)
 
 
-@triton.jit
-def _first_largest(score, col):
-    """Return (the largest score, its column) of each row [ROWS]; of equal ones, the first column. A NaN is no score."""
-    largest = tl.max(score, axis=1)
-    column = tl.min(tl.where(score == largest[:, None], col[None, :].to(tl.int32), 2147483647), axis=1)
-    return largest, column
-
-
-# Columns that get noise at a time. With the noise of a whole tile, the products of sm_90 would spill 16 KB.
-SLICE = tl.constexpr(8)
-
-
-class Noise(NamedTuple):
-    """Arguments of the noise of the tokens of a tile."""
-
-    seed: Any  # int64 [ROWS], or None
-    step: Any
-    ALIGNED: Any  # tokens begin at multiples of 4
-
-
-class Drawn(NamedTuple):
-    """Best column of each row so far, [ROWS] each."""
-
-    score: Any
-    column: Any  # -1 for none
-    z: Any
-
-
-@triton.jit
-def _drawn(drawn, z, first, start_col, noise):
-    """Return the best of `drawn` and of the logits z [ROWS, VOCAB] of the columns from `first` on. The score of a logit
-    is the logit, with noise if there is a seed."""
-    SLICES: tl.constexpr = z.shape[1] // SLICE
-    slices = tl.reshape(z, (z.shape[0], SLICES, SLICE))
-    for i in range(SLICES):
-        at = tl.arange(0, SLICES)[None, :, None] == i
-        part = tl.sum(tl.where(at, slices, 0.0), axis=1)  # [ROWS, SLICE]
-        begin = first + i * SLICE
-        col = begin + tl.arange(0, SLICE)  # [SLICE]
-        score = part
-        if noise.seed is not None:
-            if noise.ALIGNED:
-                bits = random_tile(noise.seed, noise.step, start_col + begin, SLICE, GUMBEL)
-            else:
-                bits = random_bits(
-                    noise.seed[:, None], noise.step[:, None], (start_col + col)[None, :], GUMBEL
-                )
-            score = part + gumbel(bits)
-        top, argmax = _first_largest(score, col)
-        at_best = tl.sum(tl.where(col[None, :] == argmax[:, None], part, 0.0), axis=1)
-        is_better = top > drawn.score
-        drawn = Drawn(
-            tl.where(is_better, top, drawn.score),
-            tl.where(is_better, argmax, drawn.column),
-            tl.where(is_better, at_best, drawn.z),
-        )
-    return drawn
-
-
 @kernel
 def linear_logprobs_kernel(
     hidden_ptr,  # [rows, cols]
@@ -199,6 +140,7 @@ def linear_logprobs_kernel(
     seed_ptr,  # int64 [rows] or one element; None to draw without noise
     step_ptr,
     stats_ptr,  # fp32 [splits, STATS, rows], tokens in the order of `order`
+    listed: Listed,  # of targets that another kernel draws
     rows,
     cols,
     vocab,
@@ -223,6 +165,7 @@ def linear_logprobs_kernel(
     COLS_MASKED: tl.constexpr,  # cols is not a multiple of TILE
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,  # start_col is a multiple of 4
+    LISTED: tl.constexpr,  # columns of a tile that are listed, a power of two
 ):
     """Compute the statistics of ROWS tokens over one split of the vocabulary."""
     IS_DRAWN: tl.constexpr = target_ptr is None
@@ -257,18 +200,20 @@ def linear_logprobs_kernel(
     columns = tl.zeros((ROWS,), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), -1, tl.int32)  # the first column with the largest z
-    drawn = Drawn(tl.full((ROWS,), -float("inf"), tl.float32), best, picked)
+    drawn = Best(tl.full((ROWS,), -float("inf"), tl.float32), best, picked)
     tokens, weight = Tokens(hidden_ptr, hidden_off, live), Weight(weight_ptr, weight_stride, vocab, cols)
     for start in range(first, last, VOCAB):
         x = _product(tokens, weight, start, ProductCut(SPLIT, ROWS, VOCAB, TILE, ALIGN, COLS_MASKED, TMA))
         col = start + tl.arange(0, VOCAB)  # [VOCAB]
         z, _ = _capped(x, bias_ptr, col, vocab, Scaling(softcap, scale, KIND))  # [ROWS, VOCAB]
-        if IS_DRAWN:
-            drawn = _drawn(drawn, z, start, start_col, noise)
+        if listed.value is not None:
+            list_largest(listed, z, live, position, tl.cdiv(vocab, VOCAB), start, start_col, LISTED)
+        elif IS_DRAWN:
+            drawn = best_column(drawn, z, start, start_col, noise)
         else:
             picked += tl.sum(tl.where(col[None, :] == y[:, None], z, 0.0), axis=1)
         if ACCURACY:
-            top, argmax = _first_largest(z, col)
+            top, argmax = first_largest(z, col)
             best = tl.where(top > largest, argmax, best)
         if SPREAD:
             finite = z > -float("inf")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
 from ...common.rows import align_of, contiguous, flat_rows, scan_config
 from ..join import CAPPED, DRAWN, join_config, launch_join
-from ..statistics import LinearSampled, Softmax, Statistics, TokenResults, Wanted
+from ..statistics import Softmax, Statistics, TokenResults, Wanted
 from .arguments import (
     HeadGradients,
     LinearBackwardArgs,
@@ -19,6 +19,7 @@ from .arguments import (
     LinearStatisticsArgs,
     new_order,
 )
+from .draws import Listed
 from .kernels import (
     linear_dhidden_kernel,
     linear_dlogits_kernel,
@@ -130,7 +131,7 @@ def _launch_order(order: Tensor, target: Tensor, softmax: Softmax) -> None:
 @remembered
 def _product_launch(
     sizes: tuple[int, int, int], strides: tuple[int, int], noise_strides: tuple[int, int], start: int, kind: int,
-    aligned: bool, wanted: Wanted, whole: bool, align: int, tma: bool, target: Capabilities,
+    aligned: bool, listed: int, wanted: Wanted, whole: bool, align: int, tma: bool, target: Capabilities,
 ) -> BoundLaunch:  # fmt: skip
     """Bind the forward product of (rows, cols, vocab)."""
     rows, cols, vocab = sizes
@@ -154,6 +155,7 @@ def _product_launch(
         COLS_MASKED=cols % config.k != 0,
         TMA=tma,
         ALIGNED=aligned,
+        LISTED=listed,
     )
     splits, span = _span(vocab, config.n, target)
     return launch.bind(
@@ -180,6 +182,7 @@ class Choice(NamedTuple):
     # Of the noise, int64 with one element or T; None for scores without noise.
     seed: Tensor | None = None
     step: Tensor | None = None
+    listed: int = 0  # a power of two: list as many of the largest logits of each tile, and choose none
 
     @property
     def noise_strides(self) -> tuple[int, int]:
@@ -187,15 +190,15 @@ class Choice(NamedTuple):
         return seed, step
 
 
-def launch_products(
-    o: TokenResults | Statistics | LinearSampled,
-    x: Operands,
-    choice: Choice,
-    softmax: Softmax,
-    wanted: Wanted,
-) -> None:
-    """Compute the statistics of each split of the vocabulary, and join the splits into the statistics of a shard or
-    into results."""
+class Splits(NamedTuple):
+    """Statistics of the splits of a vocabulary, and what was listed."""
+
+    stats: Tensor  # [splits, STATS, T]
+    listed: Listed  # values and tokens [T, tiles, listed]
+
+
+def launch_splits(x: Operands, choice: Choice, softmax: Softmax, wanted: Wanted) -> Splits:
+    """Compute the statistics of each split of the vocabulary."""
     launch = _product_launch(
         (x.rows, x.cols, x.columns),
         x.strides,
@@ -203,6 +206,7 @@ def launch_products(
         softmax.start,
         softmax.kind,
         choice.seed is None or softmax.start % 4 == 0,
+        choice.listed,
         wanted,
         x.whole,
         x.align,
@@ -210,6 +214,11 @@ def launch_products(
         x.device,
     )
     stats = x.empty(launch.grid[1], wanted.statistics + DRAWN.value * (choice.target is None), x.rows)
+    listed = Listed(None, None)
+    if choice.listed:
+        config = x.config("logits", softmax.kind == CAPPED.value)
+        shape = x.rows, -(-x.columns // config.n), choice.listed
+        listed = Listed(x.empty(*shape), x.empty(*shape, dtype=torch.int32))
     launch(
         *linear_logprobs_kernel.tensors(
             hidden_ptr=x.hidden,
@@ -221,11 +230,12 @@ def launch_products(
             seed_ptr=choice.seed,
             step_ptr=choice.step,
             stats_ptr=stats,
+            listed=listed,
             softcap=softmax.cap,
             scale=softmax.scale,
         )
     )
-    launch_join(o, stats, choice.target, choice.order, softmax, wanted)
+    return Splits(stats, listed)
 
 
 def _launch_labeled(
@@ -235,7 +245,8 @@ def _launch_labeled(
     target = a.target.contiguous()
     _launch_order(order, target, a.softmax)
     choice = Choice(target, order, contiguous(a.classes))
-    launch_products(o, Operands(a.hidden, a.weight, a.bias), choice, a.softmax, a.wanted)
+    stats, _ = launch_splits(Operands(a.hidden, a.weight, a.bias), choice, a.softmax, a.wanted)
+    launch_join(o, stats, target, order, a.softmax, a.wanted)
 
 
 class _Backward:

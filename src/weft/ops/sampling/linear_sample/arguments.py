@@ -7,6 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...loss.statistics import Softmax
+from ..parameters import Number
+
+STATISTICS = 5  # of a token that is drawn: largest, total, picked, highest, best
+LONGEST_LIST = 64  # logits from which `top_k` draws at most
 
 
 class LinearSampleArgs(NamedTuple):
@@ -18,3 +22,6 @@ class LinearSampleArgs(NamedTuple):
     step: Tensor | None
     stats: Tensor | None  # [ranks, STATS, T] if the vocabulary is sharded, and the op only joins them
     softmax: Softmax
+    top_k: int = 0  # tokens to draw from; 0 for all
+    top_p: Number = Number(None, 1.0)  # mass to keep of these
+    min_p: Number = Number(None, 0.0)  # probability to keep of these, as a part of the largest

@@ -11,6 +11,9 @@ The kernel of `linear_logprobs` computes both: where no target is given, each pr
 its column and its logit, and the kernel that joins the splits takes those of the best split. The sums are those of
 `linear_logprobs`, in the same order. If the vocabulary is sharded, a separate op computes the statistics of a shard,
 and the same kernel joins the ranks.
+
+With `top_k`, each program lists as many of the largest logits of each of its tiles, and another kernel draws from the
+lists, as `sample` does with top_k, top_p and min_p. Ranks exchange the lists of their shards.
 """
 
 from __future__ import annotations
@@ -22,19 +25,39 @@ import torch
 from torch import Tensor
 
 from ....runtime import Op, autocasted
-from ...common.checks import no_tensor, real, whole
+from ...common.checks import check_tensor, no_tensor, real, whole
 from ...common.rows import compute_dtype, count_rows
 from ...loss.linear_logprobs.linear_logprobs import check_head
 from ...loss.sharding import VocabShard
 from ...loss.statistics import LinearSampled, Statistics, softmax_of
-from .arguments import LinearSampleArgs
+from ..parameters import Number
+from ..sample import of_part
+from .arguments import LONGEST_LIST, STATISTICS, LinearSampleArgs
 from .reference import linear_sample_reference, linear_sample_statistics_reference
 
-STATISTICS = 5  # largest, total, picked, highest, best
+
+def _check_limits(a: LinearSampleArgs) -> None:
+    """Raise an error for limits of which lists know too little."""
+    if not 0 <= a.top_k <= LONGEST_LIST:
+        raise ValueError(f"top_k must be from 1 to {LONGEST_LIST}; got {a.top_k}. {_LOGITS}")
+    for name, number, off in (("top_p", a.top_p, 1.0), ("min_p", a.min_p, 0.0)):
+        if number.tensor is not None:
+            check_tensor(name, number.tensor, (torch.float32,), a.hidden.device, a.hidden.shape[:-1], ())
+        if a.top_k == 0 and not number.is_always(off):
+            raise ValueError(f"{name}= needs top_k=, at most {LONGEST_LIST}. {_LOGITS}")
 
 
-def _check_noise(a: LinearSampleArgs) -> None:
-    """Raise an error for seeds or steps that kernels would misread."""
+def _check(a: LinearSampleArgs) -> None:
+    """Raise an error for what kernels would misread."""
+    _check_limits(a)
+    if a.stats is not None:
+        rows, dtype = count_rows(a.hidden), compute_dtype(a.hidden)
+        check_tensor("stats", a.stats, (dtype,), a.hidden.device)
+        if a.stats.dim() != 3 or a.stats.shape[1:] != (STATISTICS + 2 * a.top_k, rows):
+            raise ValueError(
+                f"stats must be [ranks, {STATISTICS + 2 * a.top_k}, {rows}], as linear_sample_statistics computes "
+                f"them; got {tuple(a.stats.shape)}"
+            )
     if (a.seed is None) != (a.step is None):
         raise ValueError("a draw takes both a seed and a step; one of them is None")
     for name, value in (("seed", a.seed), ("step", a.step)):
@@ -53,14 +76,17 @@ def _check_noise(a: LinearSampleArgs) -> None:
             )
 
 
+_LOGITS = "To draw from more tokens, pass logits to weft.sample"
+
+
 class LinearSampleStatisticsOp(
     Op[LinearSampleArgs, Statistics], name="linear_sample_statistics", variants=32
 ):
     def validate(self, a: LinearSampleArgs) -> None:
-        return _check_noise(a)
+        _check(a)
 
     def allocate(self, a: LinearSampleArgs) -> Statistics:
-        shape = (STATISTICS, count_rows(a.hidden))
+        shape = (STATISTICS + 2 * a.top_k, count_rows(a.hidden))
         return Statistics(torch.empty(shape, dtype=compute_dtype(a.hidden), device=a.hidden.device))
 
     @cached_property
@@ -78,7 +104,7 @@ linear_sample_statistics_op = LinearSampleStatisticsOp()
 
 class LinearSampleOp(Op[LinearSampleArgs, LinearSampled], name="linear_sample", variants=32):
     def validate(self, a: LinearSampleArgs) -> None:
-        return _check_noise(a)
+        _check(a)
 
     def allocate(self, a: LinearSampleArgs) -> LinearSampled:
         shape, device = a.hidden.shape[:-1], a.hidden.device
@@ -121,6 +147,9 @@ def linear_sample(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
     seed: int | Tensor,
     step: int | Tensor,
     shard: VocabShard | None = None,
@@ -134,6 +163,10 @@ def linear_sample(
     a number; 0 takes the largest logit (of equal ones, the lowest token), with its log-probability at a temperature of
     1. A NaN is never drawn. A row without a logit above minus infinity has the token -1, whose logprob is NaN.
 
+    - `top_k`: draw from the k largest logits, at most 64; of equal ones, from the lowest tokens. The log-probability
+      remains that among all tokens.
+    - `top_p`, `min_p`: of these k, keep the largest that have this part of their mass, and tokens with at least this
+      part of the largest probability. Numbers, or fp32 tensors with one element for each row.
     - `seed`, `step`: integers, or int64 tensors on the device with one element or one for each row. A draw depends on
       them and on the logits of its row alone: it is the same in any batch, position and shard. Rows that share a step
       need different seeds, or they have the same noise. A captured graph repeats integers: pass it a tensor of steps,
@@ -165,7 +198,15 @@ def linear_sample(
         None if is_greedy else _on_device("step", step, hidden),
         None,
         softmax,
+        0 if top_k is None else whole("top_k", top_k, 1),
+        of_part("top_p", top_p, hidden.device),
+        of_part("min_p", min_p, hidden.device),
     )
+    _check_limits(a)
+    if is_greedy:
+        a = a._replace(
+            top_k=0, top_p=Number(None, 1.0), min_p=Number(None, 0.0)
+        )  # the largest is always kept
     if shard is not None:
         a = a._replace(stats=shard.gather(linear_sample_statistics_op(a).stats))
     return linear_sample_op(a)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....language import tl, triton
 from ....runtime import kernel
+from ....tiles.exponentials import exp_below
 from ....tiles.noise import ACCEPT, GUMBEL, RESIDUAL, gumbel, random_bits, random_tile, uniform
 from ....tiles.scores import key_of
 from ....tiles.softmax import LOWEST
@@ -114,12 +115,6 @@ class Target(NamedTuple):
 
 
 @triton.jit
-def _exp(z, m):
-    """Return exp(z - m), which is 1 where both are the same infinity."""
-    return tl.where(z == m, 1.0, tl.exp(z - m))
-
-
-@triton.jit
 def _load_logits(target, row, col, exists, t, ALIGN: tl.constexpr):
     """Load scaled logits of a row, minus infinity where they do not exist."""
     off = tl.multiple_of(row * target.stride, ALIGN)
@@ -146,7 +141,7 @@ def statistics_kernel(
         z = _load_logits(target, row, col, col < cols, t, ALIGN)
         top = tl.maximum(top, tl.max(_keys(z, col, col >= 0), axis=0))
         m_new = tl.maximum(m, tl.max(z, axis=0))
-        total = total * _exp(m, m_new) + tl.sum(_exp(z, m_new), axis=0)
+        total = total * exp_below(m, m_new) + tl.sum(exp_below(z, m_new), axis=0)
         m = m_new
     at = row * parts.number + part
     tl.store(parts.largest + at, m)
@@ -168,7 +163,7 @@ def _statistics(parts, row, LANES: tl.constexpr):
         exists = part < parts.number
         at = row * parts.number + part
         m_i = tl.load(parts.largest + at, mask=exists, other=LOWEST)
-        total += tl.sum(tl.load(parts.total + at, mask=exists, other=0.0) * _exp(m_i, m), axis=0)
+        total += tl.sum(tl.load(parts.total + at, mask=exists, other=0.0) * exp_below(m_i, m), axis=0)
         top = tl.maximum(top, tl.max(tl.load(parts.top + at, mask=exists, other=NONE), axis=0))
     return m, total, top
 
@@ -190,7 +185,7 @@ def _probabilities(target, drafts, parts, request, at, cols, t, LANES: tl.conste
     row = request * target.nodes + at
     m, total, top = _statistics(parts, row, LANES)
     z = _load_logits(target, row, token, real, t, 1)
-    p = tl.where(t > 0.0, tl.div_rn(_exp(z, m), total), (_token(top) == token).to(tl.float32))
+    p = tl.where(t > 0.0, tl.div_rn(exp_below(z, m), total), (_token(top) == token).to(tl.float32))
     q_off = (request * (target.nodes - 1) + at) * drafts.stride
     q = tl.load(drafts.probs + q_off + token, mask=real, other=0.0).to(tl.float32)
     return token, tl.where(real, p, 0.0), tl.where(t > 0.0, q, 1.0)
@@ -258,7 +253,7 @@ def residual_kernel(
         noise = tl.reshape(gumbel(random_tile(seed, step, first + start, TILE, stream)), (TILE,))
         q = tl.load(drafts.probs + q_off + col, mask=exists & drafted, other=0.0).to(tl.float32)
         q = tl.where(t > 0.0, q, 1.0)
-        r = weight * tl.div_rn(_exp(z, m), total) - q
+        r = weight * tl.div_rn(exp_below(z, m), total) - q
         positive = exists & (r > 0.0)
         mass += tl.sum(tl.where(positive, r, 0.0), axis=0)
         # Tokens without a residual are drawn from p if no token has one.
