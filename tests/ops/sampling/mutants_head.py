@@ -14,6 +14,7 @@ TOP_K, TOP_ALL = (
     f"{T}test_draws_from_the_largest_are_those_of_logits[dtype1-{limits}]" for limits in ("k", "all")
 )
 EQUAL, ROWS = f"{T}test_the_first_of_equal_largest", f"{T}test_the_largest_for_each_row"
+SHARES, STALE = f"{T}test_draws_from_the_largest_have_their_distribution", f"{T}test_lists_may_hold_anything"
 LISTS = f"{T}test_shards_list_their_largest[cuts1-k]"
 
 TOKENS, LAYOUTS = f"{T}test_tokens_have_the_highest_scores[dtype0]", f"{T}test_layouts"
@@ -46,17 +47,17 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("noise of another token of a block", f"{NOISE}:random_tile", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", (TOKENS,)),
         ("noise of a block for all its tokens", f"{NOISE}:random_tile", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, a), tl.join(a, a))", (TOKENS,)),
         ("upper half of the step ignored", f"{NOISE}:random_tile", "(step >> 32).to(tl.uint32)", "(step * 0).to(tl.uint32)", (STEPS,)),
-        ("a threshold of more than are listed", f"{DRAWS}:list_largest", "reaches >= LISTED", "reaches > LISTED", (EQUAL, TOP_K)),
-        ("a threshold of half as many", f"{DRAWS}:list_largest", "reaches >= LISTED", "reaches >= LISTED // 2", (EQUAL, TOP_K)),
-        ("one bit too few listed", f"{DRAWS}:list_largest", "while bit != 0:", "while bit > 65536:", (TOP_K, TOP_ALL)),
-        ("all ties listed", f"{DRAWS}:list_largest", "(order <= ties[:, None])", "(order > 0)", (EQUAL,)),
-        ("the last of equal logits listed", f"{DRAWS}:list_largest", "equals[:, None] + tl.cumsum(equal, axis=1)", "1000 - equals[:, None] - tl.cumsum(equal, axis=1)", (EQUAL,)),
+        ("what is not above counted", f"{DRAWS}:list_largest", "order = above[:, None] + equals", "order = 0 * above[:, None] + equals", (EQUAL, SHARES)),
+        ("a threshold of half as many", f"{DRAWS}:list_largest", "reach >= LISTED", "reach >= LISTED // 2", (SHARES,)),
+        ("one bit too few listed", f"{DRAWS}:list_largest", "for i in range(32):", "for i in range(12):", (TOP_K, TOP_ALL)),
+        ("all ties listed", f"{DRAWS}:list_largest", "(order <= LISTED)", "(order > 0)", (EQUAL,)),
+        ("the last of equal logits listed", f"{DRAWS}:list_largest", "equals[:, None] + tl.cumsum(equal, axis=1)", "1000 - equals[:, None]", (EQUAL,)),
         ("ties counted anew in each slice", f"{DRAWS}:list_largest", "equals += tl.sum(equal, axis=1)", "equals += 0 * tl.sum(equal, axis=1)", (EQUAL,)),
         ("places counted anew in each slice", f"{DRAWS}:list_largest", "count += tl.sum(taken, axis=1)", "count += 0 * tl.sum(taken, axis=1)", (TOP_K,)),
         ("lists of the first tile", f"{DRAWS}:list_largest", "first // z.shape[1]) * LISTED", "0 * first) * LISTED", (TOP_K,)),
         ("lists of the first row", f"{DRAWS}:list_largest", "(row.to(tl.int64) * tiles +", "(row.to(tl.int64) * 0 +", (TOP_K,)),
         ("columns listed from the shard", f"{DRAWS}:list_largest", "(start_col + first + i * SLICE", "(first + i * SLICE", (LISTS,)),
-        ("rest of a list not written", f"{DRAWS}:list_largest", "live[:, None] & (slot >= count[:, None])", "live[:, None] & (slot < 0)", (TOP_K,)),
+        ("rest of a list not written", f"{DRAWS}:list_largest", "(slot >= count[:, None]) & (slot < LISTED)", "(slot >= count[:, None]) & (slot < 0)", (STALE,)),
         ("minus infinity listed", f"{DRAWS}:list_largest", "(part == least[:, None]) & (part > -float(\"inf\"))", "(part == least[:, None])", (EQUAL, LISTS)),
     ],
     "choose_listed_kernel": [

@@ -250,6 +250,16 @@ def test_shards_list_their_largest(cuts: tuple[int, ...], limits: str) -> None:
         assert torch.equal(linear_sample_op(joined).tokens, got.tokens)
 
 
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_lists_may_hold_anything(fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits below zero, of which there are fewer than a list holds: what stood there before is larger."""
+    tensors, noise = problem(40, 8, 20, torch.float32), {"seed": 1, "step": torch.arange(40)}
+    bias = torch.full((20,), -50.0)
+    wanted = weft.linear_sample(**tensors, bias=bias, top_k=60, **noise)
+    monkeypatch.setattr(torch, "empty", fill)
+    assert torch.equal(weft.linear_sample(**tensors, bias=bias, top_k=60, **noise).tokens, wanted.tokens)
+
+
 def test_draws_from_the_largest_have_their_distribution() -> None:
     p = torch.tensor([0.02, 0.4, 0.03, 0.25, 0.2, 0.1], dtype=torch.float64)
     draws = 60_000

@@ -168,10 +168,6 @@ FAMILY = Family(
         "draw_kernel": Moved({"logits_ptr"}, set()),
         "candidates_kernel": Moved({"logits_ptr"}, set()),
     },
-    spills={
-        ("choose_kernel", "sm_80"): 16,
-        ("choose_kernel", "sm_89"): 16,
-    },  # of 128 registers, with 2048 candidates
     loaded={
         ("select_kernel", "list_ptr"): Loaded(least=-1, below="cols"),
         ("sort_kernel", "chosen_ptr"): Loaded(least=-1, below="cols"),

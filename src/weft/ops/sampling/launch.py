@@ -146,7 +146,8 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     of_tiles = torch.empty((4, rows, tiles), dtype=torch.float32, device=x.device)
     if not a.limited:
         token = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
-        partial = Partial(*of_tiles, token)
+        largest, total, score, z = of_tiles
+        partial = Partial(largest, total, score, z, token)
         Launch.of(draw_kernel, num_warps=warps, **constants)(
             (rows * tiles, 1, 1), *draw_kernel.arguments(partial=partial, **common)
         )
@@ -167,7 +168,7 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     count = few * KEPT
     launch = Launch.of(
         choose_kernel,
-        num_warps=max(4, min(16, count // (8 * target.warp_size))),
+        num_warps=1 if target.is_cpu else max(8, min(16, count // (8 * target.warp_size))),
         JOINT=a.joint,
         BITS=bits,
         TILES=few,

@@ -25,11 +25,16 @@ SLICE = tl.constexpr(8)
 
 
 @triton.jit
-def _slice(z, i):
-    """Return columns [ROWS, SLICE] of z."""
-    SLICES: tl.constexpr = z.shape[1] // SLICE
-    at = tl.arange(0, SLICES)[None, :, None] == i
-    return tl.sum(tl.where(at, tl.reshape(z, (z.shape[0], SLICES, SLICE)), 0.0), axis=1)
+def _slices(z):
+    """Return logits [ROWS, SLICES, SLICE]."""
+    return tl.reshape(z, (z.shape[0], z.shape[1] // SLICE, SLICE))
+
+
+@triton.jit
+def _slice(slices, i):
+    """Return columns [ROWS, SLICE] of slices."""
+    at = tl.arange(0, slices.shape[1])[None, :, None] == i
+    return tl.sum(tl.where(at, slices, 0.0), axis=1)
 
 
 # ---- the best column --------------------------------------------------------------------------------------
@@ -55,8 +60,9 @@ class Best(NamedTuple):
 def best_column(best, z, first, start_col, noise):
     """Return the best of `best` and of the logits z [ROWS, VOCAB] of the columns from `first` on. The score of a logit
     is the logit, with noise if there is a seed."""
+    slices = _slices(z)
     for i in range(z.shape[1] // SLICE):
-        part = _slice(z, i)
+        part = _slice(slices, i)
         begin = first + i * SLICE
         col = begin + tl.arange(0, SLICE)  # [SLICE]
         score = part
@@ -90,37 +96,41 @@ class Listed(NamedTuple):
 
 
 @triton.jit
+def _reaching(slices, least):
+    """Return how many logits of each row are above a number [ROWS], and how many reach it."""
+    above = tl.sum((slices > least[:, None, None]).to(tl.int32), axis=1)
+    reach = tl.sum((slices >= least[:, None, None]).to(tl.int32), axis=1)
+    return tl.sum(above, axis=1), tl.sum(reach, axis=1)
+
+
+@triton.jit
 def list_largest(listed, z, live, row, tiles, first, start_col, LISTED: tl.constexpr):
     """Write the LISTED largest of the logits z [ROWS, VOCAB] of the columns from `first` on. Of equal ones the first
     are listed; NaN and minus infinity never are."""
+    slices = _slices(z)
     t = tl.zeros((z.shape[0],), tl.uint32)  # [ROWS]: the rank that LISTED logits reach, 0 if fewer are finite
-    bit = tl.full((), 1 << 31, tl.uint32)
-    while bit != 0:
-        pivot = number_of(((t | bit) ^ 0x80000000).to(tl.int32, bitcast=True))
-        reaches = tl.sum((z >= pivot[:, None]).to(tl.int32), axis=1)
-        t = tl.where(reaches >= LISTED, t | bit, t)
-        bit = bit >> 1
+    for i in range(32):
+        higher = t | (tl.full((), 1 << 31, tl.uint32) >> i.to(tl.uint32))
+        _, reach = _reaching(slices, number_of((higher ^ 0x80000000).to(tl.int32, bitcast=True)))
+        t = tl.where(reach >= LISTED, higher, t)
     least = tl.where(t == 0, -float("inf"), number_of((t ^ 0x80000000).to(tl.int32, bitcast=True)))
-    ties = LISTED - tl.sum((z > least[:, None]).to(tl.int32), axis=1)
+    above, _ = _reaching(slices, least)
     off = (row.to(tl.int64) * tiles + first // z.shape[1]) * LISTED  # [ROWS]
     count, equals = tl.zeros((z.shape[0],), tl.int32), tl.zeros((z.shape[0],), tl.int32)
     for i in range(z.shape[1] // SLICE):
-        part = _slice(z, i)
+        part = _slice(slices, i)  # [ROWS, SLICE]
         token = (start_col + first + i * SLICE + tl.arange(0, SLICE)).to(tl.int32)[None, :]
         equal = ((part == least[:, None]) & (part > -float("inf"))).to(tl.int32)
-        order = equals[:, None] + tl.cumsum(equal, axis=1)
-        taken = ((part > least[:, None]) | ((equal == 1) & (order <= ties[:, None]))).to(tl.int32)
+        order = above[:, None] + equals[:, None] + tl.cumsum(equal, axis=1)
+        taken = ((part > least[:, None]) | ((equal == 1) & (order <= LISTED))).to(tl.int32)
         place = count[:, None] + tl.cumsum(taken, axis=1) - 1
         fits = (taken == 1) & live[:, None] & (place >= 0) & (place < LISTED)
         tl.store(listed.value + off[:, None] + place, part, mask=fits)
         tl.store(listed.token + off[:, None] + place, token + place * 0, mask=fits)
         equals += tl.sum(equal, axis=1)
         count += tl.sum(taken, axis=1)
-    slot = tl.arange(0, LISTED)[None, :]
-    empty = live[:, None] & (slot >= count[:, None])
-    tl.store(
-        listed.value + off[:, None] + slot,
-        tl.full((z.shape[0], LISTED), -float("inf"), tl.float32),
-        mask=empty,
-    )
-    tl.store(listed.token + off[:, None] + slot, tl.full((z.shape[0], LISTED), -1, tl.int32), mask=empty)
+    for i in range(tl.cdiv(LISTED, SLICE)):
+        slot = i * SLICE + tl.arange(0, SLICE)[None, :] + 0 * count[:, None]  # [ROWS, SLICE]
+        empty = live[:, None] & (slot >= count[:, None]) & (slot < LISTED)
+        tl.store(listed.value + off[:, None] + slot, slot.to(tl.float32) * 0.0 - float("inf"), mask=empty)
+        tl.store(listed.token + off[:, None] + slot, slot * 0 - 1, mask=empty)
