@@ -49,7 +49,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("upper half of the step ignored", f"{NOISE}:random_tile", "(step >> 32).to(tl.uint32)", "(step * 0).to(tl.uint32)", (STEPS,)),
         ("what is not above counted", f"{DRAWS}:list_largest", "order = above[:, None] + equals", "order = 0 * above[:, None] + equals", (EQUAL, SHARES)),
         ("a threshold of half as many", f"{DRAWS}:list_largest", "reach >= LISTED", "reach >= LISTED // 2", (SHARES,)),
-        ("one bit too few listed", f"{DRAWS}:list_largest", "for i in range(32):", "for i in range(12):", (TOP_K, TOP_ALL)),
+        ("one bit too few listed", f"{DRAWS}:list_largest", "for _ in range(32):", "for _ in range(12):", (TOP_K, TOP_ALL)),
         ("all ties listed", f"{DRAWS}:list_largest", "(order <= LISTED)", "(order > 0)", (EQUAL,)),
         ("the last of equal logits listed", f"{DRAWS}:list_largest", "equals[:, None] + tl.cumsum(equal, axis=1)", "1000 - equals[:, None]", (EQUAL,)),
         ("ties counted anew in each slice", f"{DRAWS}:list_largest", "equals += tl.sum(equal, axis=1)", "equals += 0 * tl.sum(equal, axis=1)", (EQUAL,)),

@@ -88,8 +88,8 @@ FAMILY = Family(
             build=_build,
             tags=frozenset({"inference"}),
             settings=(*OPTIONS[options].items(), ("vocab", HEADS[name][1])),
-            moves=3.0,
-            rereads=SHARED + _LISTED * ("top_k" in OPTIONS[options]),
+            moves=13.0 if (name, options) == ("odd/33", "top-k") else 3.0,
+            rereads=SHARED + _LISTED * (options == "top-k"),
         )
         for options, names in _USED.items()
         for name in names

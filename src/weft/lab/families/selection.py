@@ -34,7 +34,7 @@ _DRAWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "min-p": (("odd/33",), {"min_p": 0.05}),
     "requests": (("llama3-8b/logits", "odd/33"), {"requests": True}),
 }
-_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2, "k50": 1.15, "k-p": 1.07, "requests": 2.9}
+_MOVED = {"odd/33": 9.0, "deepseek-v3.2/scores": 2.2, "k50": 1.15, "k-p": 1.07, "requests": 1.7}
 _AGAIN = "what tiles pass on is read again, as much as a short row; so are rows whose limits lie below it"
 
 

@@ -109,10 +109,12 @@ def list_largest(listed, z, live, row, tiles, first, start_col, LISTED: tl.const
     are listed; NaN and minus infinity never are."""
     slices = _slices(z)
     t = tl.zeros((z.shape[0],), tl.uint32)  # [ROWS]: the rank that LISTED logits reach, 0 if fewer are finite
-    for i in range(32):
-        higher = t | (tl.full((), 1 << 31, tl.uint32) >> i.to(tl.uint32))
+    bit = tl.full((), 1 << 31, tl.uint32)
+    for _ in range(32):
+        higher = t | bit
         _, reach = _reaching(slices, number_of((higher ^ 0x80000000).to(tl.int32, bitcast=True)))
         t = tl.where(reach >= LISTED, higher, t)
+        bit = bit >> 1
     least = tl.where(t == 0, -float("inf"), number_of((t ^ 0x80000000).to(tl.int32, bitcast=True)))
     above, _ = _reaching(slices, least)
     off = (row.to(tl.int64) * tiles + first // z.shape[1]) * LISTED  # [ROWS]
