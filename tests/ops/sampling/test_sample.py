@@ -380,6 +380,18 @@ def test_every_token_is_in_range(limits: str) -> None:
         assert tokens.max() < cols
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", [{"top_k": 300}, {"top_p": 0.95}, {"top_k": 2000, "top_p": 0.9}])
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_flashinfer_3624_no_race_between_threads(limits: dict[str, Any], target: str) -> None:
+    """The GPU's own code reads flat rows again, and collects elements in memory that threads share. The emulator raises
+    a HazardError where nothing orders two accesses."""
+    x = torch.randn(2, 9001) * torch.tensor([[0.1], [1.0]])
+    wanted = sample(x, step=4, **limits)
+    with triton_loom.emulate(target):
+        assert_equal(sample(x, step=4, **limits), wanted)
+
+
 def test_layouts() -> None:
     x = torch.randn(4, 3, 300)
     step = torch.arange(12).view(4, 3)

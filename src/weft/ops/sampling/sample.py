@@ -19,8 +19,9 @@ Masses are counted in units of 2^-40 of the largest probability. Sums of integer
 depend on the order of addition.
 
 Each tile of a row passes its 64 largest tokens on, with the rank above which none is missing. The kernel that draws
-finds the limits among those. Where a limit lies lower, as with a flat distribution and a top_p near 1, it reads the row
-again: 4 bits of the limit with each pass.
+finds the limits among those; a top_k of at most 64 is always found there. Where a limit lies lower, as with a flat
+distribution and a top_p near 1, it reads the row again, two or three times for most rows: each pass but the last counts
+what 16 pivots keep, and the last collects the few elements around the limit, and draws.
 """
 
 from __future__ import annotations
