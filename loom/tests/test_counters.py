@@ -349,6 +349,30 @@ def test_a_kernel_that_counts_may_be_launched_after_its_scope() -> None:
     assert len(counted.launches) == 1
 
 
+@triton.jit
+def weigh(x_ptr, out_ptr, n, STEP: tl.constexpr):
+    pivot = tl.arange(0, 16)
+    counts, masses = tl.zeros((16, STEP), tl.int32), tl.zeros((16, STEP), tl.int64)
+    for start in range(0, n, STEP):
+        x = tl.load(x_ptr + start + tl.arange(0, STEP))
+        rank = (tl.sqrt(x * x + 1.0) * 8).to(tl.int32)
+        reaches = rank[None, :] >= pivot[:, None]  # [16, STEP]
+        mass = tl.where(rank > 0, tl.exp(x) * 1024, 0.0).to(tl.int64)
+        counts += reaches.to(tl.int32)
+        masses += tl.where(reaches, mass[None, :], 0)
+    tl.store(out_ptr + tl.arange(0, 16), tl.sum(counts, axis=1) + tl.sum(masses, axis=1))
+
+
+def test_a_load_of_which_two_tiles_are_kept_is_executed_once() -> None:
+    x, out = torch.randn(1024), torch.empty(16, dtype=torch.int64)
+    with triton_loom.count() as counted:
+        weigh[(1,)](x, out, len(x), STEP=128)
+    assert counted.launches[0].arguments["x_ptr"].loads.requested == 4 * len(x)
+    reaches = ((x * x + 1).sqrt() * 8).int()[None] >= torch.arange(16)[:, None]
+    expected = (reaches * (1 + (x.exp() * 1024).long())).sum(1)
+    assert (out - expected).abs().max() <= len(x)  # the two exponentials may differ in the last bit
+
+
 @pytest.mark.parametrize("order", ["count inside", "sanitize inside"])
 def test_counts_of_a_sanitized_launch(order: str) -> None:
     case = gather_of_repeated_rows()

@@ -20,7 +20,18 @@ from .explanation import Explanation
 from .forms import Form, constant_index
 from .nest import Buffer, LoopNest
 from .operations import ELEMENTWISE, Unsupported
-from .schedule import CHUNK, Nest, Plan, contiguous_dim, holds_up_to, is_virtual, is_write, strides, turns
+from .schedule import (
+    CHUNK,
+    OWN,
+    Nest,
+    Plan,
+    contiguous_dim,
+    holds_up_to,
+    is_virtual,
+    is_write,
+    strides,
+    turns,
+)
 
 _RESERVED = frozenset(
     re.findall(
@@ -206,11 +217,20 @@ class Frame:
             self.pending.remove(value)
 
     def fill(self, value: Value) -> None:
-        """Compute a buffered value in a nest of its own."""
-        buffer = self.buffer_for(value)
-        op = value.producer
+        """Compute a buffered value in a nest of its own, or in that of another value that tees it."""
+        op, home = (
+            value.producer,
+            self.plan.fills.get(value),
+        )  # a store may ask for a value that has no buffer
         assert op
-        self.prepare(op.operands, None)
+        if home and home.slot == OWN and home.op is not op:
+            for other in home.op.results:
+                if self.plan.fills.get(other) is home and other in self.pending:
+                    self.fill(other)
+        if self.is_filled(value):
+            return
+        buffer = self.buffer_for(value)
+        self.prepare(op.operands, home if home and home.op is op else None)
         self.comment(op)
         outer_lap = self.lapped
         self.lap(op, "load, kept" if op.name == "tt.load" else "computed, kept")

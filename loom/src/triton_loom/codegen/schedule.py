@@ -31,6 +31,7 @@ _EXPENSIVE = 6.0
 _EVERY_ITERATION = 1000.0
 _MANY_ROWS = 32
 CHUNK = 16
+OWN = -1  # slot of a nest that computes only a value, which gets a buffer
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Plan:
 
     buffered: set[Value] = field(default_factory=set)
     tee: dict[Value, Nest] = field(default_factory=dict)
+    fills: dict[Value, Nest] = field(default_factory=dict)  # that nest, or one that computes only the value
     uses: dict[Value, dict[Nest, Use]] = field(default_factory=dict)
     nests: dict[tuple[Op, int], Nest] = field(default_factory=dict)
     position: dict[Op, int] = field(default_factory=dict)
@@ -110,7 +112,6 @@ class _Scheduler:
         self.must: set[Value] = set()
         self.free_memo: dict[Value, bool] = {}
         self.cost_memo: dict[Value, float] = {}
-        self.fills: dict[Value, Nest] = {}
         self.writes: dict[Block | None, list[int]] = {}
         for op in self.ops:
             if is_write(op):
@@ -160,7 +161,7 @@ class _Scheduler:
         for result in op.results:
             targets = self.plan.uses.get(result, {})
             if result in self.plan.buffered:
-                targets = {self.fills[result]: Use(1.0, True)}
+                targets = {self.plan.fills[result]: Use(1.0, True)}
             for nest, use in targets.items():
                 for value in op.operands:
                     if isinstance(value.type, Tensor):
@@ -253,17 +254,17 @@ class _Scheduler:
         if not buffer:
             return
         self.plan.buffered.add(value)
-        first = min(uses, key=lambda n: n.position)
+        first = min(uses, key=lambda n: (n.position, self.plan.position[n.op]))
         write = self.next_write(op) if value in self.plan.reads_memory else None
         complete = uses[first].direct and uses[first].factor == 1 and not _nests_with_partial_order(first.op)
         complete = complete and op.name != "tt.trans" and not self.jumps_from_row_to_row(value, first)
         in_time = write is None or first.position <= write
         if complete and first.block is op.block and in_time and not hazard:
             self.plan.tee[value] = first
-            self.fills[value] = first
+            self.plan.fills[value] = first
         else:
             position = first.position if write is None else min(first.position, write)
-            self.fills[value] = Nest(op, -1, position, op.block)
+            self.plan.fills[value] = Nest(op, OWN, position, op.block)
 
     def jumps_from_row_to_row(self, value: Value, nest: Nest) -> bool:
         """Return whether a nest would read memory down many rows, a chunk of each, which no processor predicts."""

@@ -47,13 +47,17 @@ class Second:
         own = [constant for identity, constant in scope.constants.items() if identity not in shared]
         self.local = scope.bound([*lanes, *own] if same_program else [*evaluator.programs, *lanes, *own], ())
         self.twins = [(c, z3.Const(f"{c}~", c.sort())) for c in self.local.values()]
+        self._primed: dict[int, tuple[Any, Any]] = {}  # with the expression itself, which keeps its number
         self.divisions = [
             Division(*map(self.prime, (d.a, d.b, d.quotient, d.remainder))) for d in scope.divisions.values()
         ]
 
     def prime(self, expression: Any) -> Any:
         """Translate an expression to the other program."""
-        return z3.substitute(expression, *self.twins)
+        number = expression.get_id()
+        if number not in self._primed:
+            self._primed[number] = expression, z3.substitute(expression, *self.twins)
+        return self._primed[number][1]
 
     def loaded(self, loaded: Loaded) -> Loaded:
         """Return the integer that the other program loads."""

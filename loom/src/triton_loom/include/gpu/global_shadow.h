@@ -184,18 +184,27 @@ LOOM_INLINE bool read_by_others(const Warp &w, u32 lane, const Cell &read) {
   return bytes_of(read.first) && !has_acquired(w, lane, block_of(read.first), NOBODY, 0);
 }
 
-LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page, u64 word, u32 bytes, const u8 *data,
-                            u32 block) {
+// `data(lane)` is what a lane of this instruction stores into the word.
+template <class F>
+LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page, u64 word, u32 bytes, u32 block, F data) {
   const u32 at = (u32)(word % PAGE / 4);
   Cell &written = page.writes[at], &read = page.reads[at];
   const u32 begun = w.block->launch->first_block;
   const bool others_read = read_by_others(w, lane, read);
   if (__builtin_expect(!comes_after(w, lane, written, block) || !comes_after(w, lane, read, block) || others_read, 0)) {
-    u32 changed = 0;
-    for (u32 k = 0; k < 4; ++k)
-      if (bytes >> k & 1 && (!data || ((const u8 *)word)[k] != data[k])) changed |= 1u << k;
+    auto changed = [&](const u8 *before) LOOM_ALWAYS {
+      u32 result = 0;
+      for (u32 k = 0; k < 4; ++k)
+        if (bytes >> k & 1 && before[k] != data(lane)[k]) result |= 1u << k;
+      return result;
+    };
     auto races = [&](const Cell &c) LOOM_ALWAYS {
-      return c.when & (c.block == block ? changed : bytes) && !comes_after(w, lane, c, block);
+      if (comes_after(w, lane, c, block)) return false;
+      if (c.block != block) return (c.when & bytes) != 0;
+      // Another block may have written since a lane of this instruction did, so that memory tells nothing about the two.
+      const u32 thread = thread_of(c);
+      const bool together = c.who >> THREAD_BITS == i.number && thread / LANES == w.number;
+      return (c.when & changed(together ? data(thread % LANES) : (const u8 *)word)) != 0;
     };
     if (races(written)) {
       report_global_race(w, i.number, lane, written, written.block, word);
@@ -204,7 +213,7 @@ LOOM_INLINE void write_word(Warp &w, const Instruction &i, u32 lane, Page &page,
       report_global_race(w, i.number, lane, read, read.block, word);
     } else if (others_read && bytes_of(read.first) & bytes) {
       report_global_race(w, i.number, lane, read, begun + block_of(read.first), word);
-    } else if (!changed) {
+    } else if (!changed((const u8 *)word)) {
       return;
     }
   } else if (bytes == 15 && read.block >= begun) {
@@ -302,7 +311,8 @@ LOOM_INLINE void write_words(Warp &w, const Instruction &i, const u64 *address, 
     const u32 at = (u32)(address[lane] % PAGE / 4);
     if (!(COUNT && page && enter_untouched<COUNT, false>(*page, at, begun, block, 0, when, by + lane)))
       each_word(w, address[lane], bytes, [&](Page &page, u64 word, u32 which) LOOM_ALWAYS {
-        write_word(w, i, lane, page, word, which, from + (i64)(word - address[lane]), block);
+        write_word(w, i, lane, page, word, which, block,
+                   [&](u32 k) LOOM_ALWAYS { return data + k * stride + (i64)(word - address[k]); });
       });
     __builtin_memcpy((u8 *)address[lane], from, COUNT ? 4 * COUNT : bytes);
   }
