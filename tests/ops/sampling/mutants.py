@@ -156,7 +156,7 @@ _CHOOSE: list[tuple[Any, ...]] = [
     ("pivots above the limit kept", f"{LIMITS}:_narrow", "tl.where(enough, hi, pivot - 1)", "tl.where(enough, hi, pivot)", (NEAR_1, LARGE_TIES)),
     ("count above a bracket forgotten", f"{LIMITS}:_narrow", "count = tl.maximum(count,", "count = tl.minimum(count,", (f"{S}test_limits_far_below_candidates",)),
     ("mass above a bracket forgotten", f"{LIMITS}:_narrow", "mass = tl.maximum(mass,", "mass = tl.minimum(mass,", (f"{S}test_limits_far_below_candidates", NEAR_1)),
-    ("mass of the first column of a step", f"{LIMITS}:_narrow", "_units(x, rank, rule)[:, None], 0)", "_units(x, rank, rule)[:, None] * 0, 0)", (NEAR_1, f"{S}test_limits_far_below_candidates")),
+    ("mass of the first column of a step", f"{LIMITS}:_narrow", "_units(x, rank, rule)[None, :], 0)", "_units(x, rank, rule)[None, :] * 0, 0)", (NEAR_1, f"{S}test_limits_far_below_candidates")),
     ("wanted from all though some lie above", f"{LIMITS}:_draw_row", "wanted - tl.where(has_p, b.mass, b.count.to(tl.int64))", "wanted", (NEAR_1, LARGE_K)),
     ("elements weighed by mass for k", f"{LIMITS}:_draw_row", "weight = tl.where(has_p, units, (rank > 0).to(tl.int64))", "weight = units", (LARGE_K,)),
     ("k forgotten where p lies lower", f"{LIMITS}:_draw_row", "is_k = t_k > b.hi", "is_k = t_k > top", (LONG_JOINT,)),

@@ -449,6 +449,7 @@ def test_compiled_is_eager(limits: str) -> None:
         (lambda x: sample(x.long()), "logits must be"),
         (lambda x: sample(x[:, :0]), "0 < V"),
         (lambda x: sample(x[0, 0]), "at least one dimension"),
+        (lambda x: sample(x[0, 0].expand(2**22 + 1), top_p=0.9), "at most 4,194,304 tokens"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[Tensor], Any], words: str) -> None:

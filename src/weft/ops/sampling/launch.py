@@ -11,7 +11,7 @@ from ...runtime import Capabilities, Launch, capabilities_of, choice
 from ..common.rows import align_of, contiguous, flat_rows
 from .arguments import SampleArgs, Sampled, TopK, TopKArgs
 from .draw_kernels import Partial, Requests, draw_kernel, join_draws_kernel
-from .limit_kernels import Candidates, candidates_kernel, choose_kernel
+from .limit_kernels import Candidates, Collected, candidates_kernel, choose_kernel
 from .loads import IntegerArgument, NumberArgument
 from .select_kernels import select_kernel, sort_kernel
 
@@ -155,8 +155,9 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
             (rows, 1, 1), *join_draws_kernel.arguments(partial=partial, tiles=tiles, **results)
         )
         return
-    width = max(tiles * KEPT, ROOM)
+    width = tiles * KEPT
     token, value = torch.empty((2, rows, width), dtype=torch.int32, device=x.device)
+    tokens, values = torch.empty((2, rows, ROOM), dtype=torch.int32, device=x.device)
     largest, total, smallest, floor = of_tiles
     candidates = Candidates(
         token, value.view(torch.float32), width, largest, total, smallest, floor.view(torch.int32)
@@ -179,5 +180,11 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     )
     launch(
         (rows, 1, 1),
-        *choose_kernel.arguments(candidates=candidates, count=tiles * KEPT, **common, **results),
+        *choose_kernel.arguments(
+            candidates=candidates,
+            collected=Collected(tokens, values.view(torch.float32)),
+            count=width,
+            **common,
+            **results,
+        ),
     )

@@ -42,6 +42,13 @@ class Candidates(NamedTuple):
     floor: Tensor  # int32: rank above which every element is a candidate, 0 if all are
 
 
+class Collected(NamedTuple):
+    """Memory for the elements around the limit of a row."""
+
+    token: Tensor  # int32 [rows, ROOM]
+    value: Tensor  # fp32 [rows, ROOM]
+
+
 @kernel
 def candidates_kernel(
     logits_ptr,  # [rows, cols]
@@ -240,13 +247,13 @@ def _narrow(
     lo, hi, count, mass, upto = bracket.lo, bracket.hi, bracket.count, bracket.mass, bracket.upto
     while (lo < hi) & (upto - count > ROOM):
         pivot = _pivots(row, lo, hi, BITS)
-        counts, masses = tl.zeros((STEP, PIVOTS), tl.int32), tl.zeros((STEP, PIVOTS), tl.int64)
+        counts, masses = tl.zeros((PIVOTS, STEP), tl.int32), tl.zeros((PIVOTS, STEP), tl.int64)
         for start in range(0, row.cols, STEP):
             _, x, rank = _load(row, start, BITS, STEP)
-            reaches = rank[:, None] >= pivot[None, :]  # [STEP, PIVOTS]
+            reaches = rank[None, :] >= pivot[:, None]  # [PIVOTS, STEP]
             counts += reaches.to(tl.int32)
-            masses += tl.where(reaches, _units(x, rank, rule)[:, None], 0)
-        counts, masses = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+            masses += tl.where(reaches, _units(x, rank, rule)[None, :], 0)
+        counts, masses = tl.sum(counts, axis=1), tl.sum(masses, axis=1)
         if OF_MASS:
             enough = masses >= wanted
         else:
@@ -355,6 +362,7 @@ def choose_kernel(
     logits_ptr,  # [rows, cols]
     requests: Requests,
     candidates: Candidates,
+    collected: Collected,
     token_ptr,  # int64 [rows]
     logprob_ptr,  # fp32 [rows]
     lse_ptr,  # fp32 [rows]
@@ -407,7 +415,7 @@ def choose_kernel(
         mass_above = tl.sum(tl.where(above, units, 0), axis=0)
         smallest = tl.load(candidates.smallest + at, mask=exists, other=float("inf"))
         memory = Row(
-            logits_ptr + row * stride, cols, candidates.token + row_off, candidates.value + row_off,
+            logits_ptr + row * stride, cols, collected.token + row * ROOM, collected.value + row * ROOM,
             tl.min(smallest, axis=0),
         )  # fmt: skip
         bracket = Bracket(tl.zeros((), tl.uint32), floor, count_above, mass_above, tl.full((), ALL, tl.int32))

@@ -16,7 +16,7 @@ Which tokens are kept, in this order:
     min_p: those with at least the part min_p of the largest probability
 
 Masses are counted in units of 2^-40 of the largest probability. Sums of integers are exact, so the kept set does not
-depend on the order of addition.
+depend on the order of addition; a top_p takes rows of at most 2^22 tokens, whose sums fit into 63 bits.
 
 Each tile of a row passes its 64 largest tokens on, with the rank above which none is missing. The kernel that draws
 finds the limits among those; a top_k of at most 64 is always found there. Where a limit lies lower, as with a flat
@@ -41,6 +41,7 @@ from .parameters import Integer, Number
 from .reference import sample_reference
 
 Order = Literal["k_then_p", "joint"]
+MASSES = 2**22  # tokens of a row whose masses, of at most 2^40 units each, have a sum in 63 bits
 OF_REQUESTS = ("temperature", "top_k", "top_p", "min_p", "seed", "step")
 
 
@@ -48,6 +49,11 @@ class SampleOp(Op[SampleArgs, Sampled], name="sample", variants=64):
     def validate(self, a: SampleArgs) -> None:
         if a.logits.dim() == 0 or not 0 < a.logits.shape[-1] < 2**31:
             raise ValueError(f"logits must be [..., V] with 0 < V < 2**31; got {tuple(a.logits.shape)}")
+        if a.logits.shape[-1] > MASSES and not a.top_p.is_always(1.0):
+            raise ValueError(
+                f"top_p sums masses of at most {MASSES:,} tokens; logits have {a.logits.shape[-1]:,}. "
+                "Keep the likeliest with weft.top_k, and draw from its values"
+            )
         rows, device = a.logits.shape[:-1], a.logits.device
         dtypes = {"top_k": INTEGERS, "seed": (torch.int64,), "step": (torch.int64,)}
         for name in OF_REQUESTS:
