@@ -34,6 +34,18 @@ AT = "(sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row"
 MASKED = "if (start < all_begin) | (start + N > all_end):"
 KEYS = "for start in range(begin // N * N, end, N):"
 
+L = "ops/attention/test_limits.py::"
+PREFIX, PREFIX_WINDOW, LIMIT, LIMITED_CAUSAL = (
+    f"{L}{test}"
+    for test in (
+        "test_prefixes[37-129-lower]",
+        "test_prefixes[150-150-window]",
+        "test_limits_of_queries[150-150-full]",
+        "test_limits_of_queries[37-129-lower]",
+    )
+)
+LIMITED_PACKED, VAIN_LIMIT = f"{L}test_packed_sequences", f"{L}test_flops_match_the_visible_blocks[window]"
+
 E = "ops/attention/test_eight_bits.py::"
 EIGHT_BITS, EIGHT_BITS_PACKED = f"{E}test_scores_are_those_of_the_codes[cpu-int8]", f"{E}test_packed"
 VALUES, VALUES_24, VALUES_192 = (
@@ -107,6 +119,18 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("block at the window's begin not masked", f"{WHERE}:keys_seen", "last - band.left,", "first - band.left,", (LEFT,)),
         ("block at the own keys not masked", f"{WHERE}:keys_seen", "tl.minimum(first + band.right + 1, sequence.k)", "tl.minimum(last + band.right + 1, sequence.k)", (CAUSAL,)),
         ("a window without a bound ends", f"{LAUNCH}:Counts.band", "far = self.q + self.k", "far = self.q", (LOWER,)),
+        ("prefix of the first sequence for all", f"{WHERE}:_prefix", "lengths.prefix_lengths + number", "lengths.prefix_lengths + number * 0", (PREFIX,)),
+        ("prefixes longer than the keys", f"{WHERE}:_prefix", "tl.minimum(tl.maximum(tl.load(lengths.prefix_lengths + number), 0), k)", "tl.maximum(tl.load(lengths.prefix_lengths + number), 0)", (PREFIX, PREFIX_WINDOW)),
+        ("queries before all keys in the prefix", f"{WHERE}:bounds_of", "(own >= 0) & (own < sequence.prefix)", "(own < sequence.prefix)", (f"{L}test_prefixes[129-37-lower]",)),
+        ("queries after the prefix in it", f"{WHERE}:bounds_of", "own < sequence.prefix", "own <= sequence.prefix", (PREFIX, PREFIX_WINDOW)),
+        ("window of the prefix kept", f"{WHERE}:bounds_of", "tl.where(inside, 0, begin)", "tl.where(inside, begin, begin)", (PREFIX_WINDOW,)),
+        ("keys after the prefix hidden", f"{WHERE}:bounds_of", "tl.maximum(end, sequence.prefix)", "sequence.prefix", (PREFIX_WINDOW,)),
+        ("limits of the first sequence", f"{WHERE}:bounds_of", "sequence.batch * lengths.q + sequence.q_start + query", "sequence.q_start + query", (LIMIT,)),
+        ("limits of the first tokens", f"{WHERE}:bounds_of", "sequence.batch * lengths.q + sequence.q_start + query", "sequence.batch * lengths.q + query", (LIMITED_PACKED,)),
+        ("limits instead of the mask", f"{WHERE}:bounds_of", "end = tl.minimum(end, tl.minimum(tl.maximum(limit, 0), sequence.k).to(tl.int32))", "end = tl.minimum(tl.maximum(limit, 0), sequence.k).to(tl.int32)", (LIMITED_CAUSAL,)),
+        ("begin of the last query for all", f"{WHERE}:keys_between", "tl.min(tl.where(end > begin, begin, k), axis=0)", "tl.max(begin, axis=0)", (PREFIX_WINDOW,)),
+        ("end of the first query for all", f"{WHERE}:keys_between", "first, tl.max(end, axis=0)", "first, tl.min(end, axis=0)", (LIMIT,)),
+        ("no block masked", f"{WHERE}:keys_between", "tl.max(begin, axis=0), tl.min(end, axis=0)", "tl.min(begin, axis=0), tl.max(end, axis=0)", (LIMIT,)),
         ("kv_lengths ignored", f"{WHERE}:_used", "tl.minimum(tl.maximum(length, 0), keys)", "tl.maximum(tl.maximum(length, 0), keys)", (HIDDEN,)),
         ("the first of kv_lengths for all", f"{WHERE}:_used", "lengths.kv_lengths + number", "lengths.kv_lengths + number * 0", (HIDDEN,)),
         ("kv_lengths in 32 bits", f"{WHERE}:_used", "length = tl.load(lengths.kv_lengths + number).to(tl.int64)", "length = tl.load(lengths.kv_lengths + number).to(tl.int32).to(tl.int64)", (f"{I}test_kv_lengths_out_of_range[dtype1]",)),
@@ -199,6 +223,12 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("keys past kv_lengths are loaded", "query_gradient_kernel", "v = load_heads(v_ptr, value.at.token, start, sequence.k, N", "v = load_heads(v_ptr, value.at.token, start, start + N, N", (HIDDEN,)),
     ],
     "key_gradient_kernel": [
+        ("queries of the prefix left out", f"{WHERE}:queries_seeing", "tl.where(inside, tl.minimum(begin, tl.maximum(-sequence.offset, 0)), begin)", "begin", (f"{L}test_prefixes[150-150-lower]",)),
+        ("queries after the band left out", f"{WHERE}:queries_seeing", "tl.where(inside, tl.maximum(end, last_inside), end)", "end", (PREFIX_WINDOW,)),
+        ("queries that see nothing visited", f"{WHERE}:queries_between", "seeing = (key < key_end)", "seeing = (key < key_end + 1000)", (VAIN_LIMIT,)),
+        ("queries that see later keys visited", f"{WHERE}:queries_between", "(key < sequence.first + ROWS) & (key_end > sequence.first)", "(key_end > sequence.first)", (VAIN_LIMIT,)),
+        ("last query left out", f"{WHERE}:queries_between", "tl.where(seeing, query + 1, begin)", "tl.where(seeing, query, begin)", (f"{L}test_limits_of_queries[1-70-full]",)),
+        ("bounds of queries ignored", "key_gradient_kernel", "(col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])", "(col[:, None] >= row_begin[None, :])", (LIMIT,)),
         ("dK not scaled", "key_gradient_kernel", "or_nan(scores.scale, sequence, lengths)", "or_nan(1.0, sequence, lengths)", (CAUSAL,)),
         ("dV scaled", "key_gradient_kernel", "or_nan(1.0, sequence, lengths)", "or_nan(scores.scale, sequence, lengths)", (CAUSAL,)),
         ("dK of a sequence out of range looks right", "key_gradient_kernel", "times(dk, or_nan(scores.scale, sequence, lengths))", "times(dk, scores.scale)", ANY_STARTS),

@@ -34,15 +34,17 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
     "odd/heads": (10, 5, 72, 24),
 }
 
-# Further arguments of `attention`, and: tokens, the queries per sequence; keys, its keys if not as many; sinks, packed
-# and kv_lengths: create these tensors; codes: the format of queries and keys. Tokens and keys become settings of the
-# workloads, which may vary like the sizes of its shape.
+# Further arguments of `attention`, and: tokens, the queries per sequence; keys, its keys if not as many; sinks,
+# packed, kv_lengths, prefix_lengths and kv_limits: create these tensors; codes: the format of queries and keys. Tokens
+# and keys become settings of the workloads, which may vary like the sizes of its shape.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 100, "is_causal": True},
     "packed": {"tokens": 90, "packed": True, "is_causal": True, "return_lse": True},
     "window-sinks": {"tokens": 130, "window": (40, 0), "sinks": True, "layout": "bshd", "return_lse": True},
     "softcap": {"tokens": 70, "is_causal": True, "softcap": 50.0, "layout": "sbhd"},
     "cross": {"tokens": 33, "keys": 75, "kv_lengths": True, "return_max": True},
+    "prefix": {"tokens": 90, "is_causal": True, "prefix_lengths": True, "return_lse": True},
+    "limits": {"tokens": 70, "packed": True, "kv_limits": True, "window": (30, 5), "return_lse": True},
     "1x128": {"tokens": 70, "is_causal": True, "layout": "bshd", "quantize": "1x128"},
     "eight-bits": {
         "tokens": 100,
@@ -61,6 +63,8 @@ _FORWARD: dict[str, tuple[str, ...]] = {
     "window-sinks": ("gpt-oss-20b/heads",),
     "softcap": ("gemma2-9b/heads",),
     "cross": ("odd/heads",),
+    "prefix": ("gemma2-9b/heads",),
+    "limits": ("odd/heads",),
     "1x128": ("llama3-8b/heads",),
     "both-copies": ("odd/heads",),
 }
@@ -74,6 +78,8 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
     "window-sinks": ("gpt-oss-20b/heads",),
     "softcap": ("gemma2-9b/heads",),
     "cross": ("odd/heads",),
+    "prefix": ("gemma2-9b/heads",),
+    "limits": ("odd/heads",),
 }
 _TILES = "keys and values are read once for each tile of queries and each head, and the other way round in backward"
 
@@ -136,6 +142,11 @@ def _tensors(
         tensors["sinks"] = inputs.normal(heads)
     if options.pop("kv_lengths", False):
         tensors["kv_lengths"] = torch.arange(rows, dtype=torch.int32, device=device) * 23 % (keys + 1)
+    if options.pop("prefix_lengths", False):
+        tensors["prefix_lengths"] = torch.arange(rows, dtype=torch.int32, device=device) * 37 % (keys + 9)
+    if options.pop("kv_limits", False):
+        queries = shapes[0][0]
+        tensors["kv_limits"] = torch.arange(queries, device=device) * 31 % (keys + 9) - 4
     codes = options.pop("codes", None)
     for name, size in zip(("query", "key", "value"), shapes, strict=True):
         drawn = inputs.normal(*size)
@@ -150,12 +161,12 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def attention_backward(
     dy: Tensor, dlse: Tensor | None, y: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, kv_lengths: Tensor | None = None, *, mask: Mask,
-    softcap: float, layout: str,
+    sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None, kv_limits: Tensor | None = None, *, mask: Mask, softcap: float, layout: str,
 ) -> Any:  # fmt: skip
     """Call the backward op, with its tensors as arguments."""
     needs = AttentionGradients(True, True, True, sinks is not None)
-    packed = Packed(cu_seqlens, cu_seqlens, kv_lengths)
+    packed = Packed(cu_seqlens, cu_seqlens, kv_lengths, prefix_lengths, kv_limits)
     scale = query.shape[-1] ** -0.5
     return catalogue["attention_backward"](
         AttentionBackwardArgs(
@@ -244,6 +255,8 @@ class Head:
     keys: slice
     head: int
     key_head: int
+    prefix: int
+    limits: Tensor | None  # [queries]
 
 
 def spread(x: Tensor, layout: str) -> Tensor:
@@ -277,15 +290,27 @@ def _each_head(args: dict[str, Any], query: Tensor, key: Tensor) -> Iterator[Hea
             batch = 0
         if used is not None:
             keys = slice(keys.start, min(keys.stop, keys.start + max(int(used[i]), 0)))
+        prefixes, limits = args.get("prefix_lengths"), args.get("kv_limits")
+        prefix = 0 if prefixes is None else min(int(prefixes[i]), keys.stop - keys.start)
+        if limits is not None:
+            limits = limits[queries] if starts is not None else limits[batch]
         for head in range(query.shape[2]):
-            yield Head(batch, queries, keys, head, head // group)
+            yield Head(batch, queries, keys, head, head // group, prefix, limits)
 
 
-def sees(queries: int, keys: int, options: dict[str, Any]) -> Tensor:
+def sees(queries: int, keys: int, options: dict[str, Any], at: Head | None = None) -> Tensor:
     """Return which queries see which keys, as bool [queries, keys]."""
     left, right = options.get("window") or (None, None)
     right = 0 if options.get("is_causal") else right
-    return _mask(queries, keys, left, right, options.get("causal_align") == "upper_left")
+    upper_left = options.get("causal_align") == "upper_left"
+    seen = _mask(queries, keys, left, right, upper_left)
+    if at is not None and at.prefix > 0:
+        seen, before = seen.clone(), 0 if upper_left else max(queries - keys, 0)
+        own = slice(before, max(at.prefix + (0 if upper_left else queries - keys), 0))
+        seen[own, : at.prefix] = True
+    if at is not None and at.limits is not None:
+        seen = seen & (torch.arange(keys) < at.limits[:, None])
+    return seen
 
 
 @cache
@@ -422,10 +447,10 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
         qh, kh, vh = q[b, i, h], k[b, j, g], v[b, j, g]
         eight_bits = args.get("values") is not None and len(vh) > 0
         if eight_bits:
-            seen = sees(len(qh), len(kh), args).any(0)[:, None]
+            seen = sees(len(qh), len(kh), args, at).any(0)[:, None]
             vh = _through_codes(torch.where(seen, vh, 0.0))
         sink = -math.inf if sinks is None else float(sinks[h].detach())
-        w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args), args)
+        w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args, at), args)
         y.truth[b, i, h] = out = w.p @ vh
         y.noise[b, i, h] = noise = (w.error + rounding + sum_error(len(kh))) * (w.p @ vh.abs())
         if eight_bits:
@@ -484,6 +509,7 @@ def attention_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[s
     packed = args["cu_seqlens"] is not None
     of_forward = {
         **{name: args[name] for name in ("query", "key", "value", "sinks", "cu_seqlens", "kv_lengths")},
+        **{name: args[name] for name in ("prefix_lengths", "kv_limits")},
         "cu_seqlens_k": None,
         "window": (mask.left, mask.right),
         "is_causal": False,

@@ -14,11 +14,20 @@ from ..common.results import Result, ResultOptions
 
 
 class Packed(NamedTuple):
-    """Bounds of packed sequences and key counts, on the device."""
+    """Bounds of packed sequences, and of the keys that sequences and queries see, on the device."""
 
     q_starts: Tensor | None  # [sequences + 1], if the tokens of all sequences are packed
     k_starts: Tensor | None
     kv_lengths: Tensor | None  # [sequences]: number of keys that each uses
+    prefix_lengths: Tensor | None = None  # [sequences]: number of first tokens that see each other
+    kv_limits: Tensor | None = (
+        None  # [batch, queries] or [tokens]: number of first keys that each query may see
+    )
+
+    @property
+    def limited(self) -> bool:
+        """Whether the keys that a query sees are not only those of a band."""
+        return self.prefix_lengths is not None or self.kv_limits is not None
 
 
 def starts_as_read(starts: Tensor, tokens: int) -> Tensor:

@@ -109,6 +109,13 @@ class AttentionOp(
     def present(self, a: AttentionArgs) -> Present:
         return a.result.present(), True, a.return_max
 
+    def validate(self, a: AttentionArgs) -> None:
+        if a.values is not None and a.packed.limited:
+            raise ValueError(
+                "values in eight bits have one scale for the keys that a sequence's queries see, which kv_limits and "
+                "prefix_lengths change: leave values=None"
+            )
+
     @cached_property
     def launch(self) -> Callable[[AttentionOutputs, AttentionArgs], None]:
         from .launch import launch_attention
@@ -184,6 +191,8 @@ def attention(
     cu_seqlens: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     kv_lengths: Tensor | None = ...,
+    prefix_lengths: Tensor | None = ...,
+    kv_limits: Tensor | None = ...,
     causal_align: Align | None = ...,
     layout: Layout = ...,
     return_lse: Literal[False] = ...,
@@ -210,6 +219,8 @@ def attention(
     cu_seqlens: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     kv_lengths: Tensor | None = ...,
+    prefix_lengths: Tensor | None = ...,
+    kv_limits: Tensor | None = ...,
     causal_align: Align | None = ...,
     layout: Layout = ...,
     return_lse: bool = ...,
@@ -235,6 +246,8 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     kv_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    kv_limits: Tensor | None = None,
     causal_align: Align | None = None,
     layout: Layout = "bhsd",
     return_lse: bool = False,
@@ -267,15 +280,20 @@ def attention(
       before the first sequence and after the last get zeros.
     - `kv_lengths` [batch]: how many of its keys each sequence uses; below 0 it uses none. A sequence gives NaN if its
       length exceeds its keys, or if its starts descend or leave the tokens; no value of these reads other memory.
+    - `prefix_lengths` [batch]: how many first keys of each sequence are a prefix. Under `is_causal` or `window`, a
+      query whose own key is among them also sees all of them (PaliGemma, prefix LM).
+    - `kv_limits` [batch, queries], packed [tokens]: how many of the sequence's first keys each query may see, less by
+      the other masks; below 1 none. Both take int32 or int64 on the device, and numbers above the keys mean all.
     - `layout`: bhsd, bshd, sbhd; packed sequences are thd.
     - `return_lse`: also return log(sum(exp(scores))), fp32 [batch, heads, queries], packed [heads, tokens]. Gradients
       flow through it. `return_max`: also return the largest score of each head, fp32 [heads]. With either, the result
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3" quantizes query and key with one scale per token and head and multiplies them in eight
-      bits, for inference. Without sinks and softcap, keys are smoothed first: subtracting the mean of the keys that the
-      sequence's queries see shifts all scores of a query alike. `return_max` refers to the smoothed scores. Query and
-      key that are `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, are multiplied
-      as they are unless a gradient is needed. Other `QTensor`s are dequantized.
+      bits, for inference. Without sinks, softcap, `prefix_lengths` and `kv_limits`, keys are smoothed first:
+      subtracting the mean of the keys that the sequence's queries see shifts all scores of a query alike. `return_max`
+      refers to the smoothed scores. Query and key that are `QTensor`s in "int8:row" or "e4m3:row", as
+      `qkv_prepare(quantize=)` makes them, are multiplied as they are unless a gradient is needed. Other `QTensor`s are
+      dequantized.
     - `values`: "e4m3", with `scores`: also multiply weights and values in e4m3. Values get one scale per sequence, head
       and element of the head, over the keys that the sequence's queries see.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], ready for the output projection,
@@ -307,6 +325,7 @@ def attention(
     mask = _mask(
         bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, heads_layout, packed)
     )
+    packed = _limited(query, heads_layout, packed, mask, prefix_lengths, kv_limits)
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
@@ -405,6 +424,25 @@ def _sequences(
     if kv_lengths is not None:
         check_tensor("kv_lengths", kv_lengths, INTEGERS, device, used)
     return layout, Packed(q_starts, k_starts, kv_lengths)
+
+
+def _limited(
+    query: Tensor, layout: str, packed: Packed, mask: Mask, prefix_lengths: Tensor | None, kv_limits: Tensor | None
+) -> Packed:  # fmt: skip
+    """Return the bounds with the checked keys of prefixes and queries."""
+    batch, sequence, _, _ = LAYOUTS[layout]
+    if prefix_lengths is not None:
+        number = query.shape[batch] if packed.q_starts is None else packed.q_starts.shape[0] - 1
+        check_tensor("prefix_lengths", prefix_lengths, INTEGERS, query.device, (number,))
+        if not mask.banded:
+            raise ValueError(
+                "prefix_lengths lets a prefix see itself under a causal mask or a window; without one, every query "
+                "sees all keys. Pass is_causal=True, or leave prefix_lengths out"
+            )
+    if kv_limits is not None:
+        lead = () if layout == "thd" else (query.shape[batch],)
+        check_tensor("kv_limits", kv_limits, INTEGERS, query.device, (*lead, query.shape[sequence]))
+    return packed._replace(prefix_lengths=prefix_lengths, kv_limits=kv_limits)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> int:

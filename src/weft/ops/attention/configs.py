@@ -48,6 +48,7 @@ class AttentionTile:
     v: Width
     banded: bool  # some queries do not see all keys of their sequence
     capped: bool
+    limited: bool  # queries have bounds of their own
     align: int  # divides all widths and strides
 
 

@@ -50,7 +50,7 @@ def in_eight_bits(
         raise ValueError(f"{target.target} cannot multiply e4m3: pass scores='int8'")
     query, key, shift = a.query, a.key, None
     if not isinstance(key, QTensor):
-        if a.sinks is None and not a.softcap:
+        if a.sinks is None and not a.softcap and not a.packed.limited:
             mean = _mean_key(a, attend)
             key = key.float() - _per_token(mean, a.packed.k_starts, key, a.layout)
 
@@ -115,7 +115,8 @@ def _single_query_mask(a: AttentionArgs) -> Mask:
 
 def _visible_keys(a: AttentionArgs) -> Packed:
     """Return the bounds of packed sequences, narrowed to the keys that some query of the sequence sees."""
-    (q_starts, k_starts, kv_lengths), mask = a.packed, a.mask
+    q_starts, k_starts, kv_lengths = a.packed[:3]
+    mask = a.mask
     assert q_starts is not None
     assert k_starts is not None
     if (mask.left if mask.lower_right else mask.right) is None:

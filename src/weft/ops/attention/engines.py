@@ -3,10 +3,11 @@
 One table decides. `weft doctor` prints it for the devices of a machine, `engine=` overrides it for a call, and
 `record_engines()` reports what ran. Its reasons for GPUs are public figures; this project measured none of them.
 
-A library serves a call only if it supports all of it: no sinks, no `kv_lengths`, no largest scores, a plain result,
-a visible key for every query, and whatever else its entry in `libraries.LIBRARIES` requires. Otherwise Weft's own
-kernels do, silently under "auto". Backward is chosen separately: it needs only y, lse and the inputs, so Weft's
-backward may follow a library's forward, for example for a gradient of lse, which no library takes.
+A library serves a call only if it supports all of it: no sinks, no `kv_lengths`, `kv_limits` or `prefix_lengths`, no
+largest scores, a plain result, a visible key for every query, and whatever else its entry in `libraries.LIBRARIES`
+requires. Otherwise Weft's own kernels do, silently under "auto". Backward is chosen separately: it needs only y, lse
+and the inputs, so Weft's backward may follow a library's forward, for example for a gradient of lse, which no library
+takes.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def _missing_option(library: Library, a: Args) -> str | None:
 def _missing_mask(library: Library, a: Args) -> str | None:
     if a.packed.kv_lengths is not None:
         return "kv_lengths, which may leave queries without a key"
+    if a.packed.limited:
+        return "kv_limits and prefix_lengths"
     mask = a.mask
     if mask.banded and (mask.left is not None or mask.right != 0) and "window" not in library.options:
         return "window"

@@ -37,7 +37,19 @@ from .pieces import (
     times_columns,
     zeros,
 )
-from .sequences import Band, Lengths, keys_seen, or_nan, queries_seeing, sees, sequence_at, sequence_of
+from .sequences import (
+    Band,
+    Lengths,
+    bounds_of,
+    keys_between,
+    keys_seen,
+    or_nan,
+    queries_between,
+    queries_seeing,
+    sees,
+    sequence_at,
+    sequence_of,
+)
 
 COLUMNS = tl.constexpr(VALUE_COLUMNS)
 
@@ -198,6 +210,7 @@ def attention_kernel(
     ALIGN: tl.constexpr = TILE.align
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
+    LIMITED: tl.constexpr = TILE.limited
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -232,7 +245,11 @@ def attention_kernel(
         l_i *= P_SCALE
     tile_max = tl.full((M,), MINUS_INFINITY, tl.float32)
     acc = zeros(M, V)
-    begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
+    if LIMITED:
+        row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
+        begin, end, all_begin, all_end = keys_between(row_begin, row_end, sequence.k)
+    else:
+        begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
@@ -243,7 +260,11 @@ def attention_kernel(
         s, _ = capped(qk, scores, CAPPED)
         if (start < all_begin) | (start + N > all_end):
             col = start + tl.arange(0, N)
-            s = tl.where(sees(row[:, None], col[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+            if LIMITED:
+                seen = (col[None, :] >= row_begin[:, None]) & (col[None, :] < row_end[:, None])
+            else:
+                seen = sees(row[:, None], col[None, :], sequence, band, BANDED)
+            s = tl.where(seen, s, MINUS_INFINITY)
         row_max = tl.max(s, axis=1) * factor
         if max_ptr is not None:
             tile_max = tl.maximum(tile_max, row_max)
@@ -377,6 +398,7 @@ def query_gradient_kernel(
     ALIGN: tl.constexpr = TILE.align
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
+    LIMITED: tl.constexpr = TILE.limited
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -398,7 +420,11 @@ def query_gradient_kernel(
     lse = _lse_in_base_2(tl.load(lse_ptr + at, mask=row < limit, other=0.0))
     delta = tl.load(delta_ptr + at, mask=row < limit, other=0.0)
     acc = zeros(M, QK)
-    begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
+    if LIMITED:
+        row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
+        begin, end, all_begin, all_end = keys_between(row_begin, row_end, sequence.k)
+    else:
+        begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
@@ -406,7 +432,11 @@ def query_gradient_kernel(
         s, slope = capped(across(q, k), scores, CAPPED)  # [M, N]
         if (start < all_begin) | (start + N > all_end):
             col = start + tl.arange(0, N)
-            s = tl.where(sees(row[:, None], col[None, :], sequence, band, BANDED), s, MINUS_INFINITY)
+            if LIMITED:
+                seen = (col[None, :] >= row_begin[:, None]) & (col[None, :] < row_end[:, None])
+            else:
+                seen = sees(row[:, None], col[None, :], sequence, band, BANDED)
+            s = tl.where(seen, s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[:, None])
         ds = p * (across(dout, v) - delta[:, None])
         if CAPPED:
@@ -441,6 +471,7 @@ def key_gradient_kernel(
     ALIGN: tl.constexpr = TILE.align
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
+    LIMITED: tl.constexpr = TILE.limited
     tiles = tl.cdiv(lengths.k, N)
     if lengths.k_starts is not None:
         tiles += lengths.number + 1
@@ -457,7 +488,9 @@ def key_gradient_kernel(
     k = load_heads(k_ptr, key.at.token, sequence.first, sequence.k, N, QK, ALIGN)
     v = load_heads(v_ptr, value.at.token, sequence.first, sequence.k, N, V, ALIGN)
     dk, dv = zeros(N, QK), zeros(N, V)
-    begin, end, all_begin, all_end = queries_seeing(sequence, band, N, BANDED)
+    begin, end, all_begin, all_end = queries_seeing(sequence, lengths, band, N, BANDED)
+    if LIMITED:
+        begin, end = queries_between(begin, end, sequence, lengths, band, N, M, BANDED)
     # A tile that extends past the last key must hide the excess from every query.
     hidden = sequence.first + N > sequence.k
     begin = begin // M * M
@@ -478,7 +511,11 @@ def key_gradient_kernel(
         lse = _lse_in_base_2(tl.load(lse_ptr + at, mask=row < sequence.q, other=float("inf")))
         delta = tl.load(delta_ptr + at, mask=row < sequence.q, other=0.0)
         s, slope = capped(across(k, q), scores, CAPPED)  # [N, M]
-        if (start < all_begin) | (start + M > all_end) | hidden:
+        if LIMITED:
+            row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
+            seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
+            s = tl.where(seen, s, MINUS_INFINITY)
+        elif (start < all_begin) | (start + M > all_end) | hidden:
             s = tl.where(sees(row[None, :], col[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * factor - lse[None, :])
         dv = add_product(dv, p.to(dout.first.dtype), dout)

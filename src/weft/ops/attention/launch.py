@@ -55,6 +55,7 @@ class Forms(NamedTuple):
     sequences: int  # number of packed sequences; 0 if none
     mask: Mask
     capped: bool
+    limited: bool
     dtype: torch.dtype
     query_scale: Sizes | None = None  # strides
     key_scale: Sizes | None = None
@@ -73,6 +74,7 @@ class Forms(NamedTuple):
             0 if a.packed.q_starts is None else a.packed.q_starts.shape[0] - 1,
             a.mask,
             a.softcap != 0,
+            a.packed.limited,
             query.dtype,
         )
 
@@ -160,7 +162,7 @@ def _tile(
     align = align_of(dim, forms.v_dim, *strides, least=8 if itemsize == 1 else 16 // itemsize)
     # A step of the dot takes 32 bytes.
     widths = (Width.of(dim, 16 if itemsize > 1 else 32), Width.of(forms.v_dim))
-    tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, align)
+    tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, forms.limited, align)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 

@@ -33,6 +33,8 @@ class Span(NamedTuple):
     q: slice
     k: slice
     sound: bool  # starts and length are in range; otherwise its results are NaN
+    prefix: int = 0  # number of first keys whose own queries see them all
+    limits: Tensor | None = None  # [queries]: number of first keys that each may see
 
 
 def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
@@ -51,6 +53,11 @@ def _spans(packed: Packed, query: Tensor, key: Tensor) -> Iterator[Span]:
             end = min(span.k.start + max(used[i], 0), span.k.stop)
             enough = used[i] <= span.k.stop - span.k.start
             span = span._replace(k=slice(span.k.start, end), sound=enough)
+        if packed.prefix_lengths is not None:
+            span = span._replace(prefix=min(int(packed.prefix_lengths[i]), span.k.stop - span.k.start))
+        if packed.kv_limits is not None:
+            limits = packed.kv_limits if packed.q_starts is None else packed.kv_limits[None]
+            span = span._replace(limits=limits[span.batch, span.q])
         yield span
 
 
@@ -61,7 +68,9 @@ def _packed_slices(starts: Tensor, x: Tensor) -> list[tuple[slice, bool]]:
     return [(slice(*clamped[i : i + 2]), clamped[i : i + 2] == raw[i : i + 2]) for i in range(len(raw) - 1)]
 
 
-def visible(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
+def visible(
+    q: int, k: int, mask: Mask, device: torch.device, prefix: int = 0, limits: Tensor | None = None
+) -> Tensor:
     """Return which keys each query sees, bool [q, k]."""
     own = torch.arange(q, device=device)[:, None] + (k - q) * mask.lower_right
     key = torch.arange(k, device=device)[None, :]
@@ -70,7 +79,8 @@ def visible(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
         seen &= key <= own + mask.right
     if mask.left is not None:
         seen &= key >= own - mask.left
-    return seen
+    seen |= (own >= 0) & (own < prefix) & (key < prefix)
+    return seen if limits is None else seen & (key < limits[:, None])
 
 
 class Weights(NamedTuple):
@@ -82,14 +92,17 @@ class Weights(NamedTuple):
     lse: Tensor
 
 
-def _weights(q: Tensor, k: Tensor, sinks: Tensor | None, mask: Mask, scale: float, softcap: float) -> Weights:
+def _weights(
+    q: Tensor, k: Tensor, span: Span, sinks: Tensor | None, mask: Mask, scale: float, softcap: float
+) -> Weights:
     """Compute scores and weights of q [queries, heads, dim] and k [keys, heads, dim]."""
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     slope = None
     if softcap:
         t = torch.tanh(s / softcap)
         s, slope = t * softcap, 1 - t * t
-    s = s.masked_fill(~visible(len(q), len(k), mask, q.device), -math.inf)
+    seen = visible(len(q), len(k), mask, q.device, span.prefix, span.limits)
+    s = s.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(s, -1) if len(k) else s.new_full(s.shape[:2], -math.inf)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(s.dtype)[:, None].expand_as(lse))
@@ -130,7 +143,7 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
             seen = visible(queries, len(values), a.mask, values.device).any(0)[:, None, None]
             values = _fake_quantized_values(torch.where(seen, values, 0.0))
         key, value = (_per_query_head(x, heads) for x in (k[span.batch, span.k], values))
-        weights = _weights(q[span.batch, span.q], key, a.sinks, a.mask, a.scale, a.softcap)
+        weights = _weights(q[span.batch, span.q], key, span, a.sinks, a.mask, a.scale, a.softcap)
         pv = torch.einsum("hqk,khd->qhd", weights.p, value)
         # A NaN sink also reaches queries that see no key.
         out[span.batch, span.q] = torch.where(weights.lse.isnan().t()[..., None], math.nan, pv)
@@ -180,7 +193,7 @@ def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients
             (_per_query_head(x[span.batch, span.k], heads) for x in (k, v)),
         )
         dout = dy[span.batch, span.q]
-        weights = _weights(query, key, a.sinks, a.mask, a.scale, a.softcap)
+        weights = _weights(query, key, span, a.sinks, a.mask, a.scale, a.softcap)
         delta = (dout * y[span.batch, span.q]).sum(-1).t()  # [heads, queries]
         if a.dlse is not None:
             dlse = a.dlse[None] if a.layout == "thd" else a.dlse

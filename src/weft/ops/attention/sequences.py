@@ -22,6 +22,8 @@ class Lengths(NamedTuple):
     q_starts: Tensor | None  # [number + 1], or None: each sequence has q queries and k keys
     k_starts: Tensor | None
     kv_lengths: Tensor | None  # [number]: keys that each sequence uses, or None: all of them
+    prefix_lengths: Tensor | None  # [number]: first tokens of each sequence, which see each other; or None
+    kv_limits: Tensor | None  # [batch, q]: a query sees none of the keys from here on; or None
     number: int  # of sequences
     q: int  # queries of a sequence; of all sequences if packed
     k: int
@@ -47,6 +49,7 @@ class Sequence(NamedTuple):
     first: Any  # first row of the tile, counted in the sequence, int32
     exist: Any  # number of tile rows inside the tensor
     offset: Any  # query i's own key is i + offset
+    prefix: Any  # number of first keys whose own queries see them all
     sound: Any  # starts and length are in range
 
 
@@ -117,6 +120,15 @@ def _used(number, keys, lengths):
 
 
 @triton.jit
+def _prefix(number, k, lengths):
+    """Return how many of k keys belong to the prefix of a sequence."""
+    if lengths.prefix_lengths is None:
+        return k * 0
+    else:
+        return tl.minimum(tl.maximum(tl.load(lengths.prefix_lengths + number), 0), k).to(tl.int32)
+
+
+@triton.jit
 def sequence_of(number, lengths, band):
     """Return sequence `number` with one tile of all its queries."""
     if lengths.q_starts is None:
@@ -129,7 +141,10 @@ def sequence_of(number, lengths, band):
         sound = q_sound & k_sound
     k, enough = _used(number, keys, lengths)
     q = q.to(tl.int32)
-    return Sequence(number, batch, q_start, k_start, q, k, q * 0, q, (k - q) * band.lower, sound & enough)
+    prefix = _prefix(number, k, lengths)
+    return Sequence(
+        number, batch, q_start, k_start, q, k, q * 0, q, (k - q) * band.lower, prefix, sound & enough
+    )
 
 
 @triton.jit
@@ -167,7 +182,8 @@ def sequence_at(tile, rest, lengths, band, OF_KEYS: tl.constexpr, ROWS: tl.const
     k, enough = _used(number, keys, lengths)
     q = q.to(tl.int32)
     sound = (sound & enough) | (in_sequence == 0)
-    return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower, sound)
+    prefix = _prefix(number, k, lengths)
+    return Sequence(number, batch, q_start, k_start, q, k, first, exist, (k - q) * band.lower, prefix, sound)
 
 
 @triton.jit
@@ -193,6 +209,31 @@ def sees(query, key, sequence, band, BANDED: tl.constexpr):
 
 
 @triton.jit
+def bounds_of(query, sequence, lengths, band, BANDED: tl.constexpr):
+    """Return (begin, end) of the keys that each of the queries [R] sees; none for a query that does not exist."""
+    begin, end = query * 0, query * 0 + sequence.k
+    own = query + sequence.offset
+    if BANDED:
+        begin, end = tl.maximum(own - band.left, 0), tl.minimum(own + band.right + 1, sequence.k)
+    if lengths.prefix_lengths is not None:
+        inside = (own >= 0) & (own < sequence.prefix)
+        begin, end = tl.where(inside, 0, begin), tl.where(inside, tl.maximum(end, sequence.prefix), end)
+    exists = query < sequence.q
+    if lengths.kv_limits is not None:
+        off = sequence.batch * lengths.q + sequence.q_start + query
+        limit = tl.load(lengths.kv_limits + off, mask=exists, other=0)
+        end = tl.minimum(end, tl.minimum(tl.maximum(limit, 0), sequence.k).to(tl.int32))
+    return begin, tl.where(exists, end, 0)
+
+
+@triton.jit
+def keys_between(begin, end, k):
+    """Return what `keys_seen` does, from the bounds of each query [R]."""
+    first = tl.min(tl.where(end > begin, begin, k), axis=0)
+    return first, tl.max(end, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
+
+
+@triton.jit
 def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
     """Return (begin, end, all_begin, all_end) for a tile of `rows` queries: some query sees keys in [begin, end) only,
     and every query sees all keys in [all_begin, all_end)."""
@@ -207,13 +248,34 @@ def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
 
 
 @triton.jit
-def queries_seeing(sequence, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
+def queries_seeing(sequence, lengths, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
     """Return (begin, end, all_begin, all_end) of the queries that see keys of a tile, as `keys_seen` does."""
     if BANDED:
         first = sequence.first - sequence.offset  # query whose own key is the first of the tile
         last = tl.minimum(sequence.first + ROWS, sequence.k) - 1 - sequence.offset
         begin = tl.maximum(first - band.right, 0)
         end = tl.minimum(last + band.left + 1, sequence.q)
+        if lengths.prefix_lengths is not None:
+            # The queries of the prefix see all its keys.
+            inside = sequence.first < sequence.prefix
+            begin = tl.where(inside, tl.minimum(begin, tl.maximum(-sequence.offset, 0)), begin)
+            last_inside = tl.minimum(sequence.prefix - sequence.offset, sequence.q)
+            end = tl.where(inside, tl.maximum(end, last_inside), end)
         return begin, end, last - band.right, first + band.left + 1
     else:
         return sequence.first * 0, sequence.q, sequence.first * 0, sequence.q
+
+
+@triton.jit
+def queries_between(
+    begin, end, sequence, lengths, band, ROWS: tl.constexpr, STEP: tl.constexpr, BANDED: tl.constexpr
+):
+    """Return [begin, end) without the queries at its ends that see no key of a tile, STEP at a time."""
+    first, last = end, begin
+    for start in range(begin // STEP * STEP, end, STEP):
+        query = start + tl.arange(0, STEP)
+        key, key_end = bounds_of(query, sequence, lengths, band, BANDED)  # [STEP]
+        seeing = (key < key_end) & (key < sequence.first + ROWS) & (key_end > sequence.first)
+        first = tl.minimum(first, tl.min(tl.where(seeing, query, end), axis=0))
+        last = tl.maximum(last, tl.max(tl.where(seeing, query + 1, begin), axis=0))
+    return first, last
