@@ -18,7 +18,8 @@ from tests.ops.attention.own import attend
 from tests.ops.attention.test import CAUSAL, LOWER, UPPER, heads, judge, packed
 from weft.lab.calls import assert_same, run
 from weft.lab.families import Call
-from weft.lab.families.attention import Head, sees
+from weft.lab.families.attention import Head, attention_backward, sees
+from weft.ops.attention.arguments import Mask
 from weft.runtime import choosing_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -186,3 +187,15 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     call: Callable[..., Any] = weft.attention
     with pytest.raises((TypeError, ValueError), match=message):
         call(**heads(20), **options)
+
+
+def test_the_backward_checks_what_it_is_given() -> None:
+    """No caller can hand limits of another shape to a kernel, which would read past their end."""
+    x = heads(20)
+    y, lse, _ = attend(**x, return_lse=True)
+    call = {"dy": y.transpose(1, 2), "dlse": None, "y": y.transpose(1, 2), "lse": lse, **x}
+    options: dict[str, Any] = {"mask": Mask(None, None, True), "softcap": 0.0, "layout": "bhsd"}
+    with pytest.raises(ValueError, match="kv_limits must have the shape"):
+        attention_backward(**call, **options, kv_limits=torch.ones(1, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="Pass is_causal=True"):
+        attention_backward(**call, **options, prefix_lengths=torch.ones(1, dtype=torch.int32))

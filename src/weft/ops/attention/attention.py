@@ -58,6 +58,9 @@ class _Saved(NamedTuple):
 class AttentionBackwardOp(
     Op[AttentionBackwardArgs, AttentionGradients], name="attention_backward", variants=20
 ):
+    def validate(self, a: AttentionBackwardArgs) -> None:
+        _check_limits(a)
+
     def allocate(self, a: AttentionBackwardArgs) -> AttentionGradients:
         def like(x: Tensor | None, needed: bool) -> Tensor | None:
             return (
@@ -110,6 +113,7 @@ class AttentionOp(
         return a.result.present(), True, a.return_max
 
     def validate(self, a: AttentionArgs) -> None:
+        _check_limits(a)
         if a.values is not None and a.packed.limited:
             raise ValueError(
                 "values in eight bits have one scale for the keys that a sequence's queries see, which kv_limits and "
@@ -325,7 +329,7 @@ def attention(
     mask = _mask(
         bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, heads_layout, packed)
     )
-    packed = _limited(query, heads_layout, packed, mask, prefix_lengths, kv_limits)
+    packed = packed._replace(prefix_lengths=prefix_lengths, kv_limits=kv_limits)
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
     factor = query.shape[-1] ** -0.5 if scale is None else real("scale", scale)
@@ -426,23 +430,21 @@ def _sequences(
     return layout, Packed(q_starts, k_starts, kv_lengths)
 
 
-def _limited(
-    query: Tensor, layout: str, packed: Packed, mask: Mask, prefix_lengths: Tensor | None, kv_limits: Tensor | None
-) -> Packed:  # fmt: skip
-    """Return the bounds with the checked keys of prefixes and queries."""
-    batch, sequence, _, _ = LAYOUTS[layout]
-    if prefix_lengths is not None:
-        number = query.shape[batch] if packed.q_starts is None else packed.q_starts.shape[0] - 1
-        check_tensor("prefix_lengths", prefix_lengths, INTEGERS, query.device, (number,))
-        if not mask.banded:
+def _check_limits(a: AttentionArgs | AttentionBackwardArgs) -> None:
+    """Check the keys of prefixes and queries, which kernels read by sequence and by query."""
+    (starts, *_), (batch, sequence, _, _) = a.packed, LAYOUTS[a.layout]
+    shape, device = a.query.shape, a.query.device
+    if a.packed.prefix_lengths is not None:
+        number = shape[batch] if starts is None else starts.shape[0] - 1
+        check_tensor("prefix_lengths", a.packed.prefix_lengths, INTEGERS, device, (number,))
+        if not a.mask.banded:
             raise ValueError(
                 "prefix_lengths lets a prefix see itself under a causal mask or a window; without one, every query "
                 "sees all keys. Pass is_causal=True, or leave prefix_lengths out"
             )
-    if kv_limits is not None:
-        lead = () if layout == "thd" else (query.shape[batch],)
-        check_tensor("kv_limits", kv_limits, INTEGERS, query.device, (*lead, query.shape[sequence]))
-    return packed._replace(prefix_lengths=prefix_lengths, kv_limits=kv_limits)
+    if a.packed.kv_limits is not None:
+        lead = () if a.layout == "thd" else (shape[batch],)
+        check_tensor("kv_limits", a.packed.kv_limits, INTEGERS, device, (*lead, shape[sequence]))
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> int:

@@ -183,7 +183,6 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
         *choose_kernel.arguments(
             candidates=candidates,
             collected=Collected(tokens, values.view(torch.float32)),
-            count=width,
             **common,
             **results,
         ),

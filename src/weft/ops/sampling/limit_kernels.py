@@ -369,7 +369,6 @@ def choose_kernel(
     cols,
     stride,
     tiles,
-    count,  # candidates of a row
     JOINT: tl.constexpr,
     BITS: tl.constexpr,
     TILES: tl.constexpr,
@@ -394,8 +393,8 @@ def choose_kernel(
 
     slot = tl.arange(0, COUNT)  # [COUNT]
     row_off = row * candidates.width
-    token = tl.load(candidates.token + row_off + slot, mask=slot < count, other=-1)
-    x = tl.load(candidates.value + row_off + slot, mask=slot < count, other=0.0)
+    token = tl.load(candidates.token + row_off + slot, mask=slot < candidates.width, other=-1)
+    x = tl.load(candidates.value + row_off + slot, mask=slot < candidates.width, other=0.0)
     rank = rank_bits(x, token >= 0, BITS)
     units = _units(x, rank, rule)
     floors = tl.load(candidates.floor + at, mask=exists, other=0)
