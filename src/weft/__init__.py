@@ -94,6 +94,7 @@ from .runtime import Capabilities, backend, catalogue, set_backend
 if TYPE_CHECKING:
     from . import nn
     from .integrations.fusion import compile_pass
+    from .nn import calibrate
 
 __version__ = "0.1.0"
 
@@ -118,6 +119,7 @@ __all__ = [
     "attention",
     "attention_decode",
     "backend",
+    "calibrate",
     "capture",
     "catalogue",
     "clip_grads_",
@@ -177,9 +179,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import `weft.nn`, `weft.aot` and `weft.compile_pass` on first use."""
+    """Import `weft.nn`, `weft.aot`, `weft.calibrate` and `weft.compile_pass` on first use."""
     if name in ("nn", "aot"):
         return importlib.import_module(f".{name}", __name__)
+    if name == "calibrate":
+        return importlib.import_module(".nn", __name__).calibrate
     if name == "compile_pass":
         return importlib.import_module(".integrations.fusion", __name__).compile_pass
     # Given the name and this module, Python itself adds "Did you mean".

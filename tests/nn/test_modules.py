@@ -109,12 +109,12 @@ def test_input_is_quantized_once() -> None:
     assert torch.equal(mlp(x), mlp(weft.quantize(x, "1x128", columnwise=True)))
     assert weft.nn.numbers_for(mlp.gate_proj).columnwise
     with torch.no_grad():
-        assert weft.nn.numbers_for(mlp.gate_proj) == (weft.quantize(x, "1x128").spec, False)
+        assert weft.nn.numbers_for(mlp.gate_proj) == (weft.quantize(x, "1x128").spec, False, None)
     for recipe in (None, "bf16", "fp8_row", "nvfp4"):
         mlp.up_proj.recipe = recipe
-        assert weft.nn.numbers_for(mlp.gate_proj, mlp.up_proj) == (None, False)
-        assert weft.nn.numbers_for(mlp.up_proj) == (None, False)
-    assert weft.nn.numbers_for(nn.Linear(2, 2)) == (None, False)
+        assert weft.nn.numbers_for(mlp.gate_proj, mlp.up_proj) == (None, False, None)
+        assert weft.nn.numbers_for(mlp.up_proj) == (None, False, None)
+    assert weft.nn.numbers_for(nn.Linear(2, 2)) == (None, False, None)
 
 
 # ---- attention ------------------------------------------------------------------------------------------

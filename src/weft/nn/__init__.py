@@ -7,6 +7,7 @@ gated unit or attention before a layer with a quantized recipe writes the codes 
 
 from ..report import Report
 from .attention import Attention, LatentAttention, Pages, Rotary
+from .calibrate import calibrate
 from .convert import convert
 from .decoder import DecoderLayer
 from .gather import gather_quantized
@@ -15,10 +16,12 @@ from .linear import GroupedLinear, Linear, Numbers, numbers_for
 from .mlp import GLU
 from .moe import Experts, MoE, Router
 from .norm import LayerNorm, RMSNorm
+from .scales import Calibration
 
 __all__ = [
     "GLU",
     "Attention",
+    "Calibration",
     "DecoderLayer",
     "Experts",
     "GroupedLinear",
@@ -33,6 +36,7 @@ __all__ = [
     "Report",
     "Rotary",
     "Router",
+    "calibrate",
     "convert",
     "gather_quantized",
     "numbers_for",

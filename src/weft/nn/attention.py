@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import HeadNorm, KVCache, Recipe, Rotation, attention, attention_decode, qkv_prepare, rope
-from .linear import Device, Linear, Numbers, in_numbers, numbers_for
+from .linear import PLAIN, Device, Linear, Numbers, in_numbers, numbers_for
 from .norm import RMSNorm
 
 # ---- rotation -------------------------------------------------------------------------------------------
@@ -270,6 +270,8 @@ def attend(
     """Compute causal attention over [batch, tokens, heads, dim] or packed sequences, in the format that `o_proj` takes,
     with the heads of a token concatenated. `window`: how many keys before its own a query sees."""
     numbers = numbers_for(o_proj)
+    if numbers.scale is not None:  # attention takes no scale; the layer quantizes its result
+        numbers = PLAIN
     y = attention(
         q,
         k,

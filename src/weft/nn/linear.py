@@ -31,7 +31,7 @@ class Linear(nn.Linear):
     """
 
     recipe: Recipe | str | None
-    quantized_parameters = ("weight",)  # the parameters that the recipe rounds
+    quantized_parameters: tuple[str, ...] = ("weight",)  # the parameters that the recipe rounds
 
     def __init__(
         self,
@@ -49,6 +49,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, recipe=self.recipe)
+
+    def input_key(self) -> tuple[str | None, float | None]:
+        """Return the format in which the op before this layer can write its input, None for plain, and the value of its
+        scale if that is frozen."""
+        return Recipe.of(self.recipe).written, None
+
+    def input_scale(self) -> Tensor | None:
+        """Return the frozen scale of the input on the device, or None if the input determines its scales."""
+        return None
 
     def extra_repr(self) -> str:
         return super().extra_repr() + recipe_repr(self.recipe)
@@ -131,10 +140,12 @@ def recipe_repr(recipe: Recipe | str | None) -> str:
 
 
 class Numbers(NamedTuple):
-    """Input format of layers: a quantized format and whether its columnwise copy is needed, or plain."""
+    """Input format of layers: a quantized format, whether its columnwise copy is needed, and its scale if that is
+    frozen; or plain."""
 
     format: str | None = None
     columnwise: bool = False
+    scale: Tensor | None = None
 
 
 PLAIN = Numbers()
@@ -147,17 +158,20 @@ def numbers_for(*layers: nn.Module) -> Numbers:
     >>> import torch, weft.nn
     >>> gate, up = (weft.nn.Linear(256, 512, recipe="fp8_block") for _ in range(2))
     >>> weft.nn.numbers_for(gate, up)
-    Numbers(format='e4m3:1x128:te:pow2', columnwise=True)
+    Numbers(format='e4m3:1x128:te:pow2', columnwise=True, scale=None)
     """
-    formats = {Recipe.of(layer.recipe).written if isinstance(layer, Linear) else None for layer in layers}
-    if len(formats) != 1 or None in formats:
+    known = [layer for layer in layers if isinstance(layer, Linear)]
+    if not known or len(known) < len(layers) or len({layer.input_key() for layer in known}) > 1:
         return PLAIN
-    trained = any(isinstance(layer, Linear) and layer.weight.requires_grad for layer in layers)
-    return Numbers(formats.pop(), torch.is_grad_enabled() and trained)
+    (format, _), scale = known[0].input_key(), known[0].input_scale()
+    if format is None:
+        return PLAIN
+    trained = any(layer.weight.requires_grad for layer in known)
+    return Numbers(format, scale is None and torch.is_grad_enabled() and trained, scale)
 
 
 def in_numbers(x: Tensor, numbers: Numbers) -> Tensor:
     """Return x in this format, quantized once for all layers that take it unless it already is."""
     if numbers.format is None or isinstance(x, QTensor):
         return x
-    return quantize(x, numbers.format, columnwise=numbers.columnwise)
+    return quantize(x, numbers.format, columnwise=numbers.columnwise, scale=numbers.scale)

@@ -15,8 +15,8 @@ from .linear import Device, Linear, Numbers, in_numbers, numbers_for
 class GLU(nn.Module):
     """`down_proj(act(gate_proj(x)) * up_proj(x))`: SwiGLU with the default `act`, as in Llama, Qwen3 and DeepSeek.
 
-    With a recipe whose blocks lie along rows (fp8_block, mxfp8) x is quantized once for both projections, unless it
-    already is, and the gated unit writes codes for the third.
+    With a recipe whose blocks lie along rows (fp8_block, mxfp8) or whose scales are frozen (fp8_static), x is quantized
+    once for both projections, unless it already is, and the gated unit writes codes for the third.
 
     >>> import torch, weft.nn
     >>> weft.nn.GLU(128, 256, recipe="fp8_block")(torch.randn(2, 5, 128)).shape
@@ -50,7 +50,14 @@ class GLU(nn.Module):
         x = in_numbers(x, self.input_numbers())
         gate, up = self.gate_proj(x), self.up_proj(x)
         numbers = numbers_for(self.down_proj)
-        h = glu(gate, up, act=self.act, quantize=numbers.format, columnwise=numbers.columnwise)
+        h = glu(
+            gate,
+            up,
+            act=self.act,
+            quantize=numbers.format,
+            columnwise=numbers.columnwise,
+            quant_scale=numbers.scale,
+        )
         return cast(Tensor, self.down_proj(h))
 
     def extra_repr(self) -> str:

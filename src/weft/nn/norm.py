@@ -46,6 +46,7 @@ class RMSNorm(nn.RMSNorm):
             residual=residual,
             quantize=numbers.format,
             columnwise=numbers.columnwise,
+            quant_scale=numbers.scale,
         )
 
 
@@ -87,4 +88,5 @@ class LayerNorm(nn.LayerNorm):
             residual=residual,
             quantize=numbers.format,
             columnwise=numbers.columnwise,
+            quant_scale=numbers.scale,
         )
