@@ -41,11 +41,11 @@ def _euler(x: Tensor, v: Tensor, dt: Tensor) -> Tensor:
 def _guided(
     x: Tensor, u: Tensor, c: Tensor, rest: Tensor, scale: Tensor, table: Tensor, step: Tensor
 ) -> Tensor:
-    return axpby(x, (rest, u), (scale, c), coefficients=table, step=step)
+    return axpby(x, (rest, u), (scale, c), coefficients=table.detach(), step=step)
 
 
 def _multistep(x: Tensor, v: Tensor, v1: Tensor, v2: Tensor, table: Tensor, step: Tensor) -> Tensor:
-    return axpby(x, v, v1, v2, coefficients=table, step=step)
+    return axpby(x, v, v1, v2, coefficients=table.detach(), step=step)
 
 
 def _gated(x: Tensor, y: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
@@ -135,13 +135,13 @@ def _workloads() -> Iterator[Workload]:
         ("euler", "wan22/latent"),
         ("euler", "odd/33"),
         ("guided", "pi05/actions"),
-        ("guided", "wan22/latent"),
         ("guided", "odd/33"),
+        ("guided", "wan22/latent"),
         ("multistep", "pi05/actions"),
         ("multistep", "wan22/latent"),
         ("multistep", "odd/33"),
-        ("gated", "wan22/latent"),
         ("gated", "odd/33"),
+        ("gated", "wan22/latent"),
     )
     tags = frozenset({"training", "inference"})
     for options, name in used:
