@@ -149,6 +149,28 @@ MISTAKES: dict[str, Mistake] = {
     "float positions": (
         lambda: rope(Q, COS, SIN, positions=torch.arange(8.0)), ValueError, ("positions must be int32 or int64",),
     ),
+    # ---- sums
+    "terms in a list": (
+        lambda: weft.axpby(X, [(0.5, X)]), TypeError, ("terms[0] must be a tensor", "axpby(x, (a, y), z)"),
+    ),
+    "five terms": (lambda: weft.axpby(X, X, X, X, X), ValueError, ("up to 4 terms; got 5",)),
+    "a coefficient for each column": (
+        lambda: weft.axpby(X, (W, X)), ValueError, ("the coefficient of terms[0]", "first dimensions", "(64,)"),
+    ),
+    "a coefficient in words": (lambda: weft.axpby(("2", X)), TypeError, ("x must be a number", "'2'")),
+    "a table without a step": (
+        lambda: weft.axpby(X, X, coefficients=torch.ones(5, 2)), ValueError, ("pass step=",),
+    ),
+    "a step of the host": (
+        lambda: weft.axpby(X, X, coefficients=torch.ones(5, 2), step=3), TypeError, ("step must be a tensor",),
+    ),
+    "a step without a table": (lambda: weft.axpby(X, X, step=LABELS[0]), ValueError, ("pass coefficients=",)),
+    "a coefficient too few": (
+        lambda: weft.axpby(X, X, coefficients=torch.ones(5, 1), step=LABELS[0]), ValueError, ("[steps, 2]",),
+    ),
+    "a state that overlaps": (
+        lambda: weft.axpby(X[1:], X[1:], out=X[:-1]), ValueError, ("out shares memory with t0",),
+    ),
     # ---- heads
     "heads of a packed qkv": (
         lambda: weft.Heads(q=4, kv=3, dim=16), ValueError, ("q must be a multiple of kv", "4 and 3"),
@@ -280,6 +302,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "gated_norm": {"x": X, "gate": X, "weight": W},
     "glu": {"x": X, "probs": torch.rand(8), "ends": torch.tensor([3, 8])},
     "glu_backward": {"dy": X, "x": X, "up": X, "probs": torch.rand(8), "ends": torch.tensor([3, 8])},
+    "axpby": {
+        "x": X, "coefficients": torch.ones(3, 1), "step": torch.tensor(0), "out": torch.zeros(8, 64),
+    },
     "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
     "dequantize": {"q": weft.quantize(X)},
     "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},

@@ -12,6 +12,7 @@ from .common.engines import record_engines
 from .common.heads import Heads
 from .common.kv_cache import KVCache
 from .common.quantized import run
+from .diffusion.axpby import axpby
 from .embedding.embedding import embedding
 from .embedding.indexed import gather_rows, index_add_, segment_sum
 from .generated.pointwise import pointwise
@@ -89,6 +90,7 @@ __all__ = [
     "any_nonfinite",
     "attention",
     "attention_decode",
+    "axpby",
     "clip_grads_",
     "count_zeros",
     "cross_entropy",

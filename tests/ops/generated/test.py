@@ -442,6 +442,116 @@ def test_quantized_and_sparse_arguments() -> None:
     assert torch.equal(op_of("add")(q, 1.0), q.dequantize() + 1.0)
 
 
+# ---- parameters that may be left out, and tables ------------------------------------------------------------
+
+
+@weft.pointwise
+def scheduled(x: Any, v: Any, gate: Any = None, table: Any = None, step: Any = None) -> Any:
+    v = v if gate is None else v * gate
+    return x + (v if table is None else table[step, 1] * v)
+
+
+def test_parameters_that_are_left_out() -> None:
+    x, v, gate = torch.randn(5, 33), torch.randn(5, 33), torch.randn(5, 1, requires_grad=True)
+    assert torch.equal(scheduled(x, v), x + v)
+    assert torch.equal(scheduled(x, v=v, gate=None), x + v)
+    y = scheduled(x, v, gate)
+    torch.testing.assert_close(y, x + v * gate)
+    (dgate,) = torch.autograd.grad(y, gate, torch.ones_like(y))
+    torch.testing.assert_close(dgate, v.sum(-1, keepdim=True))
+    with pytest.raises(TypeError, match="misses v"):
+        scheduled(x, gate=gate)
+    with pytest.raises(TypeError, match="v must be a tensor; got None"):
+        scheduled(x, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "one row"])
+def test_tables_are_read_at_a_step_on_the_device(layout: str, dtype: torch.dtype) -> None:
+    x, v = torch.zeros(5, 33), torch.ones(5, 33)
+    table = {
+        "contiguous": torch.randn(7, 3),
+        "transposed": torch.randn(3, 7).t(),
+        "one row": torch.randn(1, 3),
+    }
+    for step in range(-2, 9):
+        with triton_loom.sanitize():
+            y = scheduled(x, v, None, table[layout], torch.tensor(step, dtype=dtype))
+        inside = 0 <= step < len(table[layout])
+        expected = table[layout][step, 1] if inside else torch.tensor(math.nan)
+        torch.testing.assert_close(y, expected.expand(5, 33), equal_nan=True, rtol=0, atol=0)
+    for step in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+        assert scheduled(x, v, None, table[layout], torch.tensor(step, dtype=dtype)).isnan().all()
+
+
+def test_tables_without_rows_and_columns() -> None:
+    x = torch.zeros(5, 33)
+    for shape in ((0, 3), (3, 1), (3, 0)):
+        for dtype in (torch.float32, torch.float64):
+            table = torch.zeros(shape, dtype=dtype)
+            assert scheduled(x, x, None, table, torch.tensor(0)).isnan().all()
+
+
+def test_a_step_for_each_element() -> None:
+    lookup = weft.pointwise(lambda x, table, i: x + table[i])
+    x, i = torch.randn(4, 33), torch.randint(-1, 12, (4, 33))
+    table = torch.randn(10).bfloat16()
+    expected = torch.where((i >= 0) & (i < 10), table.float()[i.clamp(0, 9)], math.nan) + x
+    torch.testing.assert_close(lookup(x, table, i), expected, equal_nan=True, rtol=0, atol=0)
+    assert lookup(x.bfloat16(), table.float(), i).dtype is torch.bfloat16  # a table does not promote
+
+
+def test_gradients_through_a_table() -> None:
+    x, v, gate = (torch.randn(s, requires_grad=True) for s in ((5, 33), (5, 33), (5, 1)))
+    table, step = torch.randn(4, 2), torch.tensor(2)
+    y = scheduled(x, v, gate, table, step)
+    dx, dv, dgate = torch.autograd.grad(y, (x, v, gate), torch.ones_like(y))
+    a = table[2, 1]
+    assert torch.equal(dx, torch.ones_like(x))
+    torch.testing.assert_close(dv, (a * gate).expand(5, 33))
+    torch.testing.assert_close(dgate, (a * v).sum(-1, keepdim=True))
+    y = scheduled(x, v, gate, table, step)
+    step += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_tables_compile_quantize_and_shard() -> None:
+    x, v = torch.randn(8, 256), torch.randn(8, 256)
+    table, step = torch.randn(4, 2), torch.tensor(3)
+    eager = scheduled(x, v, None, table, step)
+    compiled = torch.compile(scheduled, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, v, None, table, step), eager)
+    q = scheduled(x, v, None, table, step, quantize="1x128")
+    assert torch.equal(q.rowwise.data, weft.quantize(eager, "1x128").rowwise.data)
+    a = scheduled._arguments((x, v, None, table, step), None)
+    rule = scheduled.op.shard(a)
+    assert rule.inputs["table"] == "table0 table1"
+    assert {"table0", "table1"} <= set(rule.whole)
+
+
+def test_mistakes_with_tables_are_named() -> None:
+    x, table, step = torch.ones(3), torch.ones(4, 2), torch.tensor(0)
+    for call, error, message in (
+        (
+            lambda: scheduled(x, x, None, table[0], step),
+            ValueError,
+            "indexed by 2 numbers; got torch.float32 (2,)",
+        ),
+        (lambda: scheduled(x, x, None, table.long(), step), ValueError, "a table of floats"),
+        (lambda: scheduled(x, x, None, [[1.0, 2.0]], step), TypeError, "table must be a tensor; got a list"),
+        (lambda: scheduled(x, x, None, table, step.float()), TypeError, "table must be integers"),
+        (lambda: scheduled(x, x, None, table.clone().requires_grad_(), step), ValueError, "gets no gradient"),
+        (lambda: scheduled(x, x.clone().requires_grad_(), out=x), ValueError, "out= is for inference"),
+        (lambda: scheduled(1.0, 1.0, None, table, 0), TypeError, "needs a tensor among x, v, gate, step"),
+    ):
+        with pytest.raises(error) as raised:
+            call()
+        assert message in str(raised.value)
+    with pytest.raises(ValueError, match="out shares memory with table"):
+        scheduled(torch.ones(2), torch.ones(2), None, table, step, out=table[1])
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------
 
 
@@ -457,7 +567,11 @@ def test_functions_that_cannot_be_traced() -> None:
         (lambda x: tl.load(x), "tl.load is not among"),
         (lambda x: x[0], "cannot be indexed"),
         (lambda x: x + "a", "computes with its parameters and with numbers"),
-        (lambda *x: x[0], "without defaults and stars"),
+        (lambda *x: x[0], "without stars and other defaults"),
+        (lambda x, y=1.0: x * y, "without stars and other defaults"),
+        (lambda x, t: x + t + t[0], "t is a table"),
+        (lambda x, t: t[0] + t[0, 1] + x, "t is a table"),
+        (lambda x: [x + y for y in x], "cannot be iterated over"),
         (lambda: 1.0, "needs parameters"),
         (lambda out: out + 1, "rename the parameter out"),
         (lambda x: x.to("complex64"), "is converted to"),

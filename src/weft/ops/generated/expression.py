@@ -24,9 +24,11 @@ from .primitives import PRIMITIVES
 class Node(NamedTuple):
     """A number, a parameter, or a primitive of earlier nodes."""
 
-    name: str  # of a primitive; "number", "parameter", "cast" or "length", which is that of a row
-    inputs: tuple[int, ...] = ()
-    value: Any = None  # of a number, the name of a parameter, or the type that is cast to
+    # Of a primitive; "number", "parameter", "cast", "lookup" of an element of a table, or "length", which is that of a
+    # row.
+    name: str
+    inputs: tuple[int, ...] = ()  # of a lookup, the indices
+    value: Any = None  # of a number, the name of a parameter or of a table, or the type that is cast to
 
 
 class Graph:
@@ -130,11 +132,16 @@ class Value:
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            "a parameter stands for one element, or for all elements of a row: it cannot be indexed or iterated over"
+            "a parameter stands for one element, or for all elements of a row: it cannot be iterated over. A table is "
+            "indexed by integers, as in table[step, 0]"
         )
 
     def __getitem__(self, index: Any) -> Any:
-        return iter(self)
+        """Look an element of a table up: a parameter that is indexed."""
+        indices = index if isinstance(index, tuple) else (index,)
+        if self.node.name != "parameter" or not all(type(i) in (int, Value) for i in indices):
+            return iter(self)
+        return self.graph.value("lookup", *map(self.graph.lifted, indices), value=self.node.value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -260,24 +267,38 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the parameters of a scalar function, which have neither stars nor defaults."""
+    """Return the parameters of a scalar function, which have no stars, and no default but None."""
     parameters = inspect.signature(function).parameters.values()
-    wrong = [p.name for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty]
+    wrong = [
+        p.name
+        for p in parameters
+        if p.kind is not p.POSITIONAL_OR_KEYWORD or p.default not in (p.empty, None)
+    ]
     if wrong or not parameters:
         raise TypeError(
-            f"{function.__name__} needs parameters of the form f(x, y, ...), without defaults and stars"
+            f"{function.__name__} needs parameters of the form f(x, y=None, ...), without stars and other defaults"
             + (f"; {', '.join(wrong)} is not" if wrong else "")
         )
     return tuple(p.name for p in parameters)
 
 
-def trace(function: Callable[..., Any]) -> tuple[Graph, tuple[Value, ...]]:
-    """Call a scalar function with the parameters of a new graph; return the graph and the results."""
-    graph = Graph(parameters_of(function))
-    return graph, traced(function, graph, list(graph.parameters.values()))
+def optional_in(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameters of a scalar function that may be left out: those with the default None."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.default is None)
 
 
-def traced(function: Callable[..., Any], graph: Graph, arguments: Sequence[Value]) -> tuple[Value, ...]:
+def trace(function: Callable[..., Any], absent: Sequence[str] = ()) -> tuple[Graph, tuple[Value, ...]]:
+    """Call a scalar function with the parameters of a new graph, and None for those in `absent`; return the graph and
+    the results."""
+    names = parameters_of(function)
+    graph = Graph(name for name in names if name not in absent)
+    return graph, traced(function, graph, [graph.parameters.get(name) for name in names])
+
+
+def traced(
+    function: Callable[..., Any], graph: Graph, arguments: Sequence[Value | None]
+) -> tuple[Value, ...]:
     """Call a scalar function with values of a graph; return the results."""
     own: Any = getattr(function, "fn", function)  # of `@triton.jit`
     results = _rebound(own, graph, {})(*arguments)
@@ -301,6 +322,8 @@ def gradients(results: Sequence[Value], upstream: Sequence[Value], wanted: Itera
         if adjoint is None or not node.inputs:
             continue
         inputs = [Value(graph, i) for i in node.inputs]
+        if node.name == "lookup":
+            continue
         if node.name == "cast":
             contributions: Sequence[Value | None] = (adjoint if node.value == "float32" else None,)
         else:

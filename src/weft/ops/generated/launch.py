@@ -116,19 +116,21 @@ def plan(
     tensors: list[Tensor | None] = []
     numbers: list[Any] = []
     for each in layout:
-        is_tensor = each is not float and len(each) == 4
+        is_tensor = each is not None and each is not float and len(each) == 4
         tensors.append(
             torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") if is_tensor else None
         )
-        numbers.append(None if is_tensor else 0.0 if each is float else each[1])
+        numbers.append(None if is_tensor or each is None else 0.0 if each is float else each[1])
     described = [each for each, t in zip(layout, tensors, strict=True) if t is not None]
     if any(dtype not in DTYPES or device != described[0][3] for _, _, dtype, device in described):
         return None
     a = op.arguments.cls(*tensors, *numbers, out_dtype, *UNQUANTIZED)
-    if not op.has_kernel(a, op.tensors(a).values()):
+    op.validate(a)
+    given = dict(zip(op.parameters, tensors, strict=True))
+    if not op.tensors(a) or not op.has_kernel(a, [t for t in tensors if t is not None]):
         return None
-    outputs = op.by_result(op.allocate(a))
-    used = op.scalar.parameters
+    outputs, scalar = op.by_result(op.allocate(a)), op.function_of(a)
+    elements = [name for name in scalar.parameters if given[name] is not None]
     return Plan(
         tuple(
             (
@@ -139,17 +141,13 @@ def plan(
             )
             for t in outputs.values()
         ),
-        tuple(
-            i
-            for i, (name, t) in enumerate(zip(op.parameters, tensors, strict=True))
-            if name in used and t is not None
-        ),
+        tuple(op.parameters.index(name) for name in (*elements, *scalar.tables)),
         tuple(
             i
             for i, (name, each) in enumerate(zip(op.parameters, layout, strict=True))
-            if name in used and each is float
+            if name in scalar.parameters and each is float
         ),
-        _bound_for(op.name, op.scalar, op.values(a), outputs, target),
+        _bound_for(op.name, scalar, op.values(a), outputs, target),
     )
 
 
@@ -190,7 +188,8 @@ def _bound(
     tile, warps = tile_config(len(names), target)
     steps = {f"{o.name}_step": last.strides[i] for i, o in enumerate(operands) if o.step == "any"}
     if not outer:
-        launch = Launch.of(kernel, num_warps=warps, TILE=tile, ALIGN=align_of(last.size))
+        align = 16 if last.size % 16 == 0 else 1  # two variants, whatever the sizes
+        launch = Launch.of(kernel, num_warps=warps, TILE=tile, ALIGN=align)
         return launch.bind((-(-last.size // tile), 1, 1), **dict(integers), count=last.size, **steps)
     cols = min(64 if dense else tile, _power_of_two(last.size))
     sizes, align = _outer_arguments(outer, operands)
@@ -316,9 +315,12 @@ def _bound_for(
     """Bind the launch of a scalar function for tensors and numbers like these."""
     used = {parameter: values[parameter] for parameter in scalar.parameters}
     tensors = {name: value for name, value in used.items() if isinstance(value, Tensor)}
-    integers = (
+    integers = [
         (f"{n}_value", int(v)) for n, v in used.items() if n not in tensors and not isinstance(v, float)
-    )
+    ]
+    for table in scalar.tables:
+        integers += [(f"{table}_size{i}", size) for i, size in enumerate(values[table].shape)]
+        integers += [(f"{table}_stride{i}", stride) for i, stride in enumerate(values[table].stride())]
     layouts = [(n, layout_of(t)) for n, t in tensors.items()]
     for result, (n, t) in zip(scalar.results, outputs.items(), strict=True):
         layout = layout_of(t)
@@ -351,6 +353,7 @@ def _start(
     """Start a launch with the tensors and floats among the values, and with its outputs."""
     used = [values[parameter] for parameter in scalar.parameters]
     tensors = [value for value in used if isinstance(value, Tensor)]
+    tensors += [values[table] for table in scalar.tables]
     bound((*tensors, *outputs), tuple(value for value in used if isinstance(value, float)))
 
 

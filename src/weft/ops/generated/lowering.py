@@ -95,8 +95,18 @@ class Scalar:
         self.results = dict(results)
         self._types: dict[tuple[Typed, ...], dict[int, Typed]] = {}
         self.order = graph.needed(results.values())
-        used = {graph.nodes[index].value for index in self.order if graph.nodes[index].name == "parameter"}
+        nodes = [graph.nodes[index] for index in self.order]
+        used = {node.value for node in nodes if node.name == "parameter"}
         self.parameters = tuple(name for name in graph.parameters if name in used)
+        self.tables: dict[str, int] = {}  # how many indices each takes
+        for node in nodes:
+            if node.name == "lookup":
+                indices = self.tables.setdefault(node.value, len(node.inputs))
+                if node.value in used or indices != len(node.inputs):
+                    raise TypeError(
+                        f"{node.value} is a table, since it is indexed: it takes as many indices everywhere, and is "
+                        "not an element, which cannot be indexed"
+                    )
 
     def shape_of(self, result: str, shape: torch.Size) -> torch.Size:
         """Return the shape of a result for arguments that are broadcast to `shape`."""
@@ -119,6 +129,11 @@ class Scalar:
                 types[index] = kind_of(node.value)
             elif node.name == "length":
                 types[index] = Typed(torch.int64, NUMBER)
+            elif node.name == "lookup":
+                inputs = [types[i] for i in node.inputs]
+                if any(_category(each.dtype) != 1 for each in inputs):
+                    raise TypeError(f"the indices of the table {node.value} must be integers")
+                types[index] = Typed(FLOAT, min(each.rank for each in inputs))
             elif node.name == "cast":
                 types[index] = Typed(TYPES[node.value], types[node.inputs[0]].rank)
             else:
@@ -164,6 +179,9 @@ class Scalar:
                 )
                 continue
             operands = [done[i] for i in node.inputs]
+            if node.name == "lookup":
+                done[index] = _looked_up(cast(values[node.value], FLOAT), operands)
+                continue
             if node.name == "cast":
                 done[index] = cast(operands[0], typed.dtype)
                 continue
@@ -209,7 +227,9 @@ class Scalar:
             node = self.graph.nodes[index]
             if not node.inputs:
                 continue
-            if node.name == "cast" or PRIMITIVES[node.name].row is not None:
+            if node.name == "lookup":
+                text = _lookup(node.value, [operand(i, torch.int64) for i in node.inputs])
+            elif node.name == "cast" or PRIMITIVES[node.name].row is not None:
                 text = operand(node.inputs[0], types[index].dtype)
             else:
                 common = operand_type(node.name, [types[i] for i in node.inputs]).dtype
@@ -227,6 +247,24 @@ class Scalar:
         return expressions, [
             operand(result.index, types[result.index].dtype) for result in self.results.values()
         ]
+
+
+def _looked_up(table: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Return elements of a table; NaN where an index is outside of it."""
+    pairs = list(zip(indices, table.shape, strict=True))
+    inside = functools.reduce(torch.logical_and, ((i >= 0) & (i < size) for i, size in pairs))
+    if not table.numel():
+        return inside.new_full(inside.shape, math.nan, dtype=table.dtype)
+    found = table[tuple(i.clamp(0, size - 1) for i, size in pairs)]
+    return torch.where(inside, found, math.nan)
+
+
+def _lookup(table: str, indices: Sequence[str]) -> str:
+    """Return the Triton expression of `_looked_up`."""
+    terms = (f"{at} * tl.cast({table}_stride{i}, tl.int64)" for i, at in enumerate(indices))
+    inside = (f"({at} >= 0) & ({at} < {table}_size{i})" for i, at in enumerate(indices))
+    load = f"tl.load({table}_ptr + ({' + '.join(terms)}), mask={' & '.join(inside)}, other=float('nan'))"
+    return f"{load}.to(tl.float32)"
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:

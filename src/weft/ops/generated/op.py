@@ -28,7 +28,7 @@ from ...runtime import (
 )
 from ..common.results import Result, ResultOptions, allocate_result, result_reference
 from .lowering import FLOAT, Scalar, float_dtype, kind_of
-from .rows import serves_rows
+from .rows import LONGEST_TILE, serves_rows
 
 A = TypeVar("A", bound=tuple[Any, ...])
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -62,9 +62,10 @@ def allocated(shape: torch.Size, dtype: torch.dtype, tensors: Mapping[str, Tenso
 
 class FunctionOp(Op[A, O], name="", variants=VARIANTS):
     """Op of a function. Its first arguments are the parameters that are tensors, the next ones those that are
-    numbers; each parameter is None in one of the two."""
+    numbers; each parameter is None in one of the two, and in both if it is left out."""
 
     parameters: tuple[str, ...]
+    tables: frozenset[str]  # parameters that are indexed
     dims: int  # of a row; 0 for a function of elements
 
     def values(self, a: Any) -> dict[str, Any]:
@@ -76,7 +77,13 @@ class FunctionOp(Op[A, O], name="", variants=VARIANTS):
         }
 
     def tensors(self, a: Any) -> dict[str, Tensor]:
-        return {name: t for name, t in zip(self.parameters, a, strict=False) if t is not None}
+        """Return the tensors that are broadcast, by name."""
+        named = zip(self.parameters, a, strict=False)
+        return {name: t for name, t in named if t is not None and name not in self.tables}
+
+    def absent(self, a: Any) -> tuple[str, ...]:
+        """Return the parameters that are left out."""
+        return tuple(name for name, value in self.values(a).items() if value is None)
 
     def serves_call(self, a: Any) -> bool:
         tensors = [t for t in self.arguments.tensors(a) if t is not None]
@@ -95,14 +102,31 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
     """Op that computes the results of a function. If there is one, with a last dimension, its output is a `Result`,
     which may be quantized."""
 
-    scalar: Scalar
+    scalar: Scalar  # of all parameters
+    scalar_without: Callable[[tuple[str, ...]], Scalar]  # of all but those that are left out
+    optional: frozenset[str]  # parameters that may be left out
     backward_op: Any
     one_result: bool
 
+    def function_of(self, a: Any) -> Scalar:
+        """Return the function of the parameters that a call has."""
+        absent = self.absent(a)
+        return self.scalar_without(absent) if absent else self.scalar
+
+    def validate(self, a: Any) -> None:
+        """Raise an error for a table that a kernel would misread."""
+        for name, indices in self.scalar.tables.items():
+            table = a[self.parameters.index(name)]
+            if table is not None and not (table.is_floating_point() and table.dim() == indices):
+                raise ValueError(
+                    f"{name} is a table of floats, indexed by {indices} numbers; got {table.dtype} {tuple(table.shape)}"
+                )
+
     def result_dtypes(self, a: Any) -> list[torch.dtype]:
-        values = self.values(a)
-        kinds = tuple(kind_of(values[name]) for name in self.scalar.parameters)
-        dtypes = self.scalar.dtypes(kinds, a.out_dtype or float_dtype(values.values()))
+        values, scalar = self.values(a), self.function_of(a)
+        kinds = tuple(kind_of(values[name]) for name in scalar.parameters)
+        elements = (v for n, v in values.items() if v is not None and n not in self.tables)
+        dtypes = scalar.dtypes(kinds, a.out_dtype or float_dtype(elements))
         if a.out_dtype is not None and not any(dtype.is_floating_point for dtype in dtypes):
             raise ValueError(
                 f"out_dtype is for float results, and the result of {self.name} is {dtypes[0]}: leave it out"
@@ -113,7 +137,10 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         return (
             super().has_kernel(a, tensors)
             and torch.float64 not in self.result_dtypes(a)
-            and (not self.dims or serves_rows(self.scalar, broadcast(self.tensors(a))[-self.dims :].numel()))
+            and (
+                not self.dims
+                or serves_rows(self.function_of(a), broadcast(self.tensors(a))[-self.dims :].numel())
+            )
         )
 
     def options(self, a: Any) -> ResultOptions:
@@ -146,9 +173,9 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         from .launch import launch_quantized, launch_scalar
 
         if a.quantize is not None:
-            launch_quantized(self.name, self.scalar, self.values(a), outputs, self.options(a))
+            launch_quantized(self.name, self.function_of(a), self.values(a), outputs, self.options(a))
         else:
-            launch_scalar(self.name, self.scalar, self.values(a), self.by_result(outputs))
+            launch_scalar(self.name, self.function_of(a), self.values(a), self.by_result(outputs))
 
     def run(self, a: Any) -> Any:
         if a.quantize is None:
@@ -177,6 +204,8 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
                 layout.append(float)
             elif kind is int or kind is bool:
                 layout.append((kind, value))
+            elif value is None and self.parameters[len(layout)] in self.optional:
+                layout.append(None)
             else:
                 return None
         if device is None or not serves(device):
@@ -204,7 +233,7 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
 
     def reference(self, a: Any) -> Any:
         values, shape = self.values(a), broadcast(self.tensors(a), self.dims)
-        results = self.scalar.evaluate(values, shape, self.wide(values))
+        results = self.function_of(a).evaluate(values, shape, self.wide(values))
         if a.quantize is not None:
             matrix = results[0].reshape(math.prod(shape[:-1]), shape[-1])
             return result_reference(
@@ -219,9 +248,15 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         """Any dimension outside of a row may be sharded, in all tensors that have it; of a quantized result only where
         no block is cut."""
         tensors = self.tensors(a)
+        tables = {
+            n: t for n, t in zip(self.parameters, a, strict=False) if n in self.tables and t is not None
+        }
         shape = broadcast(tensors)
         names = [str(i) for i in range(len(shape))]
         whole = dict.fromkeys(names[len(shape) - self.dims :], "rows are computed whole")
+        of_tables = {n: [f"{n}{i}" for i in range(t.dim())] for n, t in tables.items()}
+        for dims in of_tables.values():
+            whole |= dict.fromkeys(dims, "every rank reads the whole table")
         block = 1
         if a.quantize is not None:
             reasons, block = self.options(a).blocks()
@@ -239,6 +274,7 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
             )
             for name, t in tensors.items()
         }
+        described |= {n: " ".join(dims) for n, dims in of_tables.items()}
         outputs = {
             output: " ".join(names[: len(self.scalar.shape_of(result, shape))])
             for output, result in zip(self.outputs.names, self.scalar.results, strict=False)
@@ -246,18 +282,26 @@ class ForwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         return Sharding(described, outputs, whole, block)
 
     @functools.cached_property
-    def kept(self) -> frozenset[str]:
+    def _kept(self) -> dict[tuple[str, ...], frozenset[str]]:
+        return {}
+
+    def kept(self, absent: tuple[str, ...]) -> frozenset[str]:
         """Parameters that the gradients read; of the others shape and dtype are enough."""
-        try:
+        if absent not in self._kept:
+            wanted = tuple(n for n in self.parameters if n not in absent and n not in self.tables)
             upstream = tuple(f"d{name}" for name in self.scalar.results)
-            return frozenset(self.backward_op.gradient(self.parameters, upstream, ()).parameters)
-        except TypeError:  # for some of its parameters the function has no gradient
-            return frozenset(self.parameters)
+            try:
+                scalar = self.backward_op.gradient(wanted, upstream, (), absent)
+                self._kept[absent] = frozenset(scalar.parameters).union(scalar.tables)
+            except TypeError:  # for some of its parameters the function has no gradient
+                self._kept[absent] = frozenset(self.parameters)
+        return self._kept[absent]
 
     def keep(self, a: Any, outputs: Any) -> Any:
         if is_transformed():  # what is made here would belong to another level than the arguments
             return a
-        unread = {n: stand_in(t) for n, t in self.tensors(a).items() if n not in self.kept}
+        kept = self.kept(self.absent(a))
+        unread = {n: stand_in(t) for n, t in self.tensors(a).items() if n not in kept}
         return a._replace(**unread) if unread else a
 
     def backward(self, b: Backward) -> Gradients:
@@ -273,8 +317,9 @@ class BackwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
 
     results: tuple[str, ...]
     narrow: frozenset[str]  # results that have one value for each row
-    # Of the wanted parameters, for the results with a gradient, and which of the first have one value for each row.
-    gradient: Callable[[tuple[str, ...], tuple[str, ...], tuple[str, ...]], Scalar]
+    # Of the wanted parameters, for the results with a gradient, which of the first have one value for each row, and the
+    # parameters that are left out.
+    gradient: Callable[[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], Scalar]
 
     def call(self, a: Any) -> tuple[Scalar, dict[str, Any], torch.Size]:
         """Return the function of the wanted gradients, its arguments, and the shape they are broadcast to."""
@@ -283,10 +328,12 @@ class BackwardOp(FunctionOp[A, O], name="", variants=VARIANTS):
         wanted = tuple(name for name in self.parameters if getattr(a.needs, name))
         ones = (..., *(None,) * self.dims)
         values = self.values(a) | {n: t[ones] if n[1:] in self.narrow else t for n, t in gradients.items()}
-        shape = broadcast({n: value for n, value in values.items() if isinstance(value, Tensor)})
-        row = shape[len(shape) - self.dims :]
-        narrow = [n for n in wanted if row.numel() > 1 and values[n].shape[-self.dims :].numel() == 1]
-        return self.gradient(wanted, tuple(gradients), tuple(narrow)), values, shape
+        shape = broadcast({n: t for n, t in values.items() if isinstance(t, Tensor) and n not in self.tables})
+        # A function of elements, too, sums gradients over the last dimension, if a program reads it whole.
+        dims = self.dims or int(0 < shape[-1:].numel() <= LONGEST_TILE)
+        row = shape[len(shape) - dims :]
+        narrow = [n for n in wanted if row.numel() > 1 and values[n].shape[-dims:].numel() == 1]
+        return self.gradient(wanted, tuple(gradients), tuple(narrow), self.absent(a)), values, shape
 
     def has_kernel(self, a: Any, tensors: Iterable[Tensor]) -> bool:
         if not super().has_kernel(a, tensors):
@@ -335,7 +382,14 @@ def _without_row(scalar: Scalar, name: str, gradient: Tensor) -> Tensor:
     return gradient.view(gradient.shape[: max(gradient.dim() - scalar.dims, 0)])
 
 
-def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any) -> ForwardOp[Any, Any]:
+def define(
+    name: str,
+    scalar: Scalar,
+    parameters: tuple[str, ...],
+    optional: frozenset[str],
+    scalar_without: Any,
+    gradient: Any,
+) -> ForwardOp[Any, Any]:
     """Register the op of a scalar function, and that of its gradients."""
     names, count = name, 1
     while name in catalogue:
@@ -363,6 +417,7 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
         {"name": f"{name}_backward", "variants": VARIANTS},
         {
             "parameters": parameters,
+            "tables": frozenset(scalar.tables),
             "results": results,
             "dims": scalar.dims,
             "narrow": scalar.narrow,
@@ -374,8 +429,11 @@ def define(name: str, scalar: Scalar, parameters: tuple[str, ...], gradient: Any
         {"name": name, "variants": VARIANTS, "differentiable": ("y",) if one_result else results},
         {
             "parameters": parameters,
+            "optional": optional,
+            "tables": frozenset(scalar.tables),
             "dims": scalar.dims,
             "scalar": scalar,
+            "scalar_without": staticmethod(scalar_without),
             "backward_op": backward,
             "one_result": one_result,
         },

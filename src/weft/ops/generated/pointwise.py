@@ -12,7 +12,7 @@ fixed order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch
@@ -22,7 +22,7 @@ from ...quant import Format
 from ...runtime import is_observed
 from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
 from ..common.results import Result, result_options
-from .expression import gradients, parameters_of, trace, traced
+from .expression import gradients, optional_in, parameters_of, trace, traced
 from .lowering import DTYPES, UNQUANTIZED, Scalar
 from .op import broadcast, define
 from .primitives import OF_ROWS
@@ -42,7 +42,8 @@ class Pointwise:
         self.name = function.__name__.lstrip("_")
         self.name = self.name if self.name.isidentifier() else "scalar"  # of a lambda
         self.parameters, self._backward = parameters_of(function), backward
-        graph, results = trace(function)
+        self.optional = optional_in(function)
+        _, results = trace(function)
         names = ("out",) if len(results) == 1 else tuple(f"out{i}" for i in range(len(results)))
         taken = {*names, *(f"d{name}" for name in names), "needs", *OPTIONS}
         if clash := sorted(taken.intersection(self.parameters)):
@@ -51,32 +52,55 @@ class Pointwise:
             )
         self.results = names
         self._gradients: dict[tuple[tuple[str, ...], ...], Scalar] = {}
-        by_name = dict(zip(names, results, strict=True))
-        narrow = [n for n, each in by_name.items() if self.dims and not graph.varies(each.index)]
-        scalar = Scalar(graph, by_name, self.dims, narrow)
+        self._without: dict[tuple[str, ...], Scalar] = {}
+        scalar = self.without(())
         self.check(scalar)
-        self.op = define(self.name, scalar, self.parameters, self.gradient)
+        self.op = define(self.name, scalar, self.parameters, self.optional, self.without, self.gradient)
+
+    def without(self, absent: tuple[str, ...]) -> Scalar:
+        """Return the function of all parameters but those that are left out."""
+        if absent not in self._without:
+            graph, results = trace(self.scalar, absent)
+            by_name = dict(zip(self.results, results, strict=True))
+            narrow = [n for n, each in by_name.items() if self.dims and not graph.varies(each.index)]
+            self._without[absent] = Scalar(graph, by_name, self.dims, narrow)
+        return self._without[absent]
 
     def check(self, scalar: Scalar) -> None:
         """Raise an error for what this kind of function cannot do."""
+        if scalar.tables and not scalar.parameters:
+            raise TypeError(
+                f"{', '.join(scalar.tables)} of {self.name} is a table, since it is indexed, and cannot be the only "
+                "parameter: an op needs one of which it sees an element, which cannot be indexed"
+            )
         names = (scalar.graph.nodes[index].name for index in scalar.order)
         if of_rows := next((name for name in names if name in OF_ROWS), None):
             raise TypeError(
                 f"{self.name} sees one element at a time; {of_rows} is for functions of rows: use @weft.rowwise"
             )
 
-    def gradient(self, wanted: tuple[str, ...], upstream: tuple[str, ...], narrow: tuple[str, ...]) -> Scalar:
+    def gradient(
+        self,
+        wanted: tuple[str, ...],
+        upstream: tuple[str, ...],
+        narrow: tuple[str, ...],
+        absent: tuple[str, ...] = (),
+    ) -> Scalar:
         """Return the gradients of the wanted parameters, as a function of the parameters and of the upstream gradients.
-        Those in `narrow` are summed over rows."""
-        key = wanted, upstream, narrow
+        Those in `narrow` are summed over rows; those in `absent` are left out."""
+        key = wanted, upstream, narrow, absent
         if key not in self._gradients:
             self._gradients[key] = self._gradient(*key)
         return self._gradients[key]
 
     def _gradient(
-        self, wanted: tuple[str, ...], upstream: tuple[str, ...], narrow: tuple[str, ...]
+        self,
+        wanted: tuple[str, ...],
+        upstream: tuple[str, ...],
+        narrow: tuple[str, ...],
+        absent: tuple[str, ...],
     ) -> Scalar:
-        graph, results = trace(self.scalar)
+        graph, results = trace(self.scalar, absent)
         incoming = {
             f"d{n}": graph.parameter(f"d{n}", not self.dims or graph.varies(each.index))
             for n, each in zip(self.results, results, strict=True)
@@ -87,9 +111,9 @@ class Pointwise:
             ]
             values = gradients([r for r, _ in pairs], [u for _, u in pairs], wanted)
         else:
-            absent = graph.number(0.0)
-            arguments = [graph.parameter(name) for name in self.parameters]
-            arguments += [u if name in upstream else absent for name, u in incoming.items()]
+            zero = graph.number(0.0)
+            arguments = [None if n in absent else graph.parameter(n) for n in self.parameters]
+            arguments += [u if name in upstream else zero for name, u in incoming.items()]
             returned = traced(self._backward, graph, arguments)
             if len(returned) != len(self.parameters):
                 raise TypeError(
@@ -97,7 +121,8 @@ class Pointwise:
                     f"{', '.join(self.parameters)}; got {len(returned)}"
                 )
             values = {n: v for n, v in zip(self.parameters, returned, strict=True) if n in wanted}
-        return Scalar(graph, values | {n: graph.apply("sum", values[n]) for n in narrow}, self.dims, narrow)
+        values |= {n: graph.apply("sum", values[n]) for n in narrow}
+        return Scalar(graph, values, self.dims or int(bool(narrow)), narrow)
 
     def __call__(
         self,
@@ -110,7 +135,7 @@ class Pointwise:
         **named: Any,
     ) -> Any:
         if named or len(args) != len(self.parameters):
-            args = self._bound(args, named)
+            args = self._ordered(args, named)
         is_plain = quantize is None and out is None and not columnwise
         if is_plain and not is_observed():
             results = self.op.run_planned(args, out_dtype)
@@ -129,10 +154,10 @@ class Pointwise:
         """Pickle as a function is: by its name."""
         return self.scalar.__qualname__
 
-    def _bound(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _ordered(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments in order; raise an error that says which are missing or unknown."""
         values = dict(zip(self.parameters, args, strict=False))
-        missing = [name for name in self.parameters if name not in values and name not in named]
+        missing = [n for n in self.parameters if n not in values | named and n not in self.optional]
         unknown = [name for name in named if name not in self.parameters]
         twice = [name for name in named if name in values]
         for names, what in ((missing, "misses"), (unknown, "has no parameter"), (twice, "was given twice")):
@@ -140,7 +165,7 @@ class Pointwise:
                 raise TypeError(f"{self.name}({', '.join(self.parameters)}) {what} {', '.join(names)}")
         if len(args) > len(self.parameters):
             raise TypeError(f"{self.name} takes {len(self.parameters)} arguments; got {len(args)}")
-        return tuple((values | named)[name] for name in self.parameters)
+        return tuple((values | named).get(name) for name in self.parameters)
 
     def _arguments(self, values: tuple[Any, ...], out_dtype: torch.dtype | None) -> Any:
         """Check the arguments, and part them into tensors and numbers."""
@@ -148,6 +173,8 @@ class Pointwise:
         numbers: list[Any] = []
         first: Tensor | None = None
         for name, value in zip(self.parameters, values, strict=True):
+            if name in self.op.tables and value is not None:
+                self._check_table(name, value)
             if isinstance(value, Tensor):
                 if value.layout is not torch.strided:
                     raise no_tensor(name, value)
@@ -160,15 +187,31 @@ class Pointwise:
             elif isinstance(value, NUMBERS):
                 tensors.append(None)
                 numbers.append(value)
+            elif value is None and name in self.optional:
+                tensors.append(None)
+                numbers.append(None)
             else:
                 raise no_tensor(name, value, "A number would do as well")
-        if first is None:
-            raise TypeError(
-                f"{self.name} needs a tensor among {', '.join(self.parameters)}; got numbers alone"
-            )
+        elements = [name for name in self.parameters if name not in self.op.tables]
+        if first is None or not any(isinstance(v, Tensor) for v in self._elements(values)):
+            raise TypeError(f"{self.name} needs a tensor among {', '.join(elements)}; got numbers alone")
         if out_dtype is not None:
             check_out_dtype(out_dtype)
-        return self.op.arguments.cls(*tensors, *numbers, out_dtype, *UNQUANTIZED)
+        a = self.op.arguments.cls(*tensors, *numbers, out_dtype, *UNQUANTIZED)
+        self.op.validate(a)
+        return a
+
+    def _elements(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        """Return the arguments of which the function sees an element."""
+        return (v for n, v in zip(self.parameters, values, strict=True) if n not in self.op.tables)
+
+    def _check_table(self, name: str, table: Any) -> None:
+        if not isinstance(table, Tensor) or table.layout is not torch.strided:
+            raise no_tensor(name, table)
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} is a table, which gets no gradient: index it in PyTorch and pass the elements, or detach it"
+            )
 
     def _quantized(
         self, a: Any, out: Any, quantize: Format | str | None, rowwise: bool, columnwise: bool
@@ -204,6 +247,8 @@ class Pointwise:
     def _into(self, out: tuple[Tensor, ...], a: Any) -> Any:
         """Compute into `out`, which may be an argument itself, with the same elements in the same places."""
         tensors = self.op.tensors(a)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+            raise ValueError("out= is for inference: call it under torch.no_grad()")
         shape, dtypes = broadcast(tensors, self.dims), self.op.result_dtypes(a)
         if len(out) != len(dtypes):
             raise ValueError(f"{self.name} has {len(dtypes)} results; out has {len(out)} tensors")
@@ -213,7 +258,8 @@ class Pointwise:
             if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
                 raise ValueError("elements of out share memory: pass a tensor that is not expanded")
         in_place = not self.dims  # an op of rows reads a row again when it has written some of it
-        read = [
+        tables = [(n, t) for n, t in zip(self.parameters, a, strict=False) if n in self.op.tables]
+        read = [(n, t) for n, t in tables if t is not None] + [
             (n, t) for n, t in tensors.items() if not (in_place and any(_same_elements(t, to) for to in out))
         ]
         check_disjoint([("out", t) for t in out], read)

@@ -58,9 +58,13 @@ def signature(scalar: Scalar, form: Form) -> tuple[list[str], list[str]]:
     numbers = {n: kind for n, kind in zip(scalar.parameters, form.kinds, strict=True) if kind.rank == NUMBER}
     floats = [f"{n}_value: float" for n, kind in numbers.items() if kind.dtype.is_floating_point]
     operands = (*form.inputs, *form.outputs)
-    parameters = [
-        f"{each.name}: Destination" if each.step == "codes" else f"{each.name}_ptr" for each in operands
+    parameters = [f"{each.name}_ptr" for each in form.inputs]
+    parameters += [f"{name}_ptr" for name in scalar.tables]
+    parameters += [
+        f"{each.name}: Destination" if each.step == "codes" else f"{each.name}_ptr" for each in form.outputs
     ]
+    for name, indices in scalar.tables.items():
+        parameters += [f"{name}_{what}{i}" for what in ("size", "stride") for i in range(indices)]
     parameters += [f"{n}_value" for n, kind in numbers.items() if not kind.dtype.is_floating_point]
     parameters += ["rows", "cols", *(f"size{i}" for i in range(1, form.outer))] if form.outer else ["count"]
     parameters += [f"{o.name}_stride{i}" for o in operands if o.varies for i in range(form.outer)]

@@ -1,0 +1,1 @@
+"""Ops of the loop that denoises a state."""
