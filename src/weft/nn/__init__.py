@@ -10,6 +10,7 @@ from .attention import Attention, LatentAttention, Pages, Rotary
 from .calibrate import calibrate
 from .convert import convert
 from .decoder import DecoderLayer
+from .fold import fold_norm
 from .gather import gather_quantized
 from .head import LinearCrossEntropy
 from .linear import GroupedLinear, Linear, Numbers, numbers_for
@@ -38,6 +39,7 @@ __all__ = [
     "Router",
     "calibrate",
     "convert",
+    "fold_norm",
     "gather_quantized",
     "numbers_for",
 ]

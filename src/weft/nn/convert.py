@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..ops import Recipe
+from ..ops.common.checks import FLOATS
 from ..quant import Format, QTensor
 from ..report import Entry, Report
 from .gather import Filter, is_gathered_quantized
@@ -244,7 +245,9 @@ def _reason_not_static(module: nn.Module) -> str | None:
         return f"{STATIC!r} is for linear layers"
     if type(module) not in (nn.Linear, Linear, ConvertedLinear, StaticLinear):
         return "a subclass of weft.nn.Linear may compute something else"
-    return None if "weight" in module._parameters else "its weight is computed anew in every call"
+    if "weight" not in module._parameters:
+        return "its weight is computed anew in every call"
+    return None if module.weight.dtype in FLOATS[:3] else f"its weight is in {module.weight.dtype}"
 
 
 def _calibrated(

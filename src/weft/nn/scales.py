@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import __version__
 from ..quant import QTensor
@@ -121,24 +121,29 @@ def title(name: str) -> str:
 # ---- identity of weights --------------------------------------------------------------------------------
 
 
-def hash_of(name: str, weight: Tensor) -> str:
+def check_plain(name: str, parameter: Tensor, advice: str) -> None:
+    """Raise ValueError unless a parameter is a whole, dense tensor with values."""
+    problem = None
+    if is_gathered_quantized(parameter):
+        problem = "is gathered as codes, by weft.nn.gather_quantized"
+    elif is_distributed(parameter):
+        problem = "is sharded, so this rank has only a part of it"
+    elif isinstance(parameter, QTensor):
+        problem = f"is quantized, as {parameter.spec}"
+    elif type(parameter) not in (Tensor, nn.Parameter):
+        problem = f"is a {type(parameter).__name__}"
+    elif parameter.layout is not torch.strided:
+        problem = f"is stored as {parameter.layout}"
+    elif parameter.is_meta:
+        problem = "has no values on the device meta"
+    if problem is not None:
+        raise ValueError(f"{name} {problem}: {advice}")
+
+
+def hash_of(name: str, weight: Tensor, advice: str = "calibrate and convert the model before that") -> str:
     """Return the hash of a weight's dtype, shape and values, wherever and with whatever strides it is stored. It reads
-    the values on the host. `name` is the layer's, for errors."""
-    advice = None
-    if is_gathered_quantized(weight):
-        advice = "is gathered in quantized form: calibrate and convert before weft.nn.gather_quantized"
-    elif is_distributed(weight):
-        advice = "is sharded, and a rank sees only a part of it: calibrate and convert before fully_shard"
-    elif isinstance(weight, QTensor):
-        advice = f"is quantized already, as {weight.spec}: calibrate and convert the original model"
-    elif type(weight) not in (Tensor, torch.nn.Parameter):
-        advice = f"is a {type(weight).__name__}: calibrate and convert a model with plain weights"
-    elif weight.layout is not torch.strided:
-        advice = f"is stored as {weight.layout}: pass a model with dense weights"
-    elif weight.is_meta:
-        advice = "has no values, it is on the device meta: load the checkpoint first"
-    if advice is not None:
-        raise ValueError(f"the weight of {title(name)} {advice}")
+    the values on the host. `name`, the layer's, and `advice` are for errors."""
+    check_plain(f"the weight of {title(name)}", weight, advice)
     values = weight.detach().cpu().resolve_neg().contiguous()
     digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}:".encode())
     size = values.numel() * values.element_size()

@@ -7,8 +7,8 @@ waits for its amax; q(w) is computed once, at conversion.
 
 Both operands have one scale per tensor. Scales per row of w would make alpha a vector and leave the product to Weft's
 own kernel: cuBLASLt multiplies tensor by tensor or row by row, not a mixture. They would gain little, because the
-relative error of e4m3 is the same at every magnitude down to 2^-15 of the amax; a row needs a scale of its own only if
-all of it is smaller than that.
+relative error of e4m3 is the same at every magnitude down to 2^-14 of the amax; only a row whose elements are all
+smaller than that needs a scale of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import linear, quantize
-from ..ops.common.buffers import KeepsBufferDtypes
 from ..quant import Format, QTensor, scale_from_amax
 from ..runtime import autocasted
 from .linear import Linear, in_numbers, numbers_for
@@ -40,11 +39,12 @@ class Frozen(NamedTuple):
     original: type[nn.Linear]  # the layer's class before conversion
 
 
-class StaticLinear(KeepsBufferDtypes, Linear):
+class StaticLinear(Linear):
     """Linear layer converted by `weft.nn.convert(model, "fp8_static", scales=...)`: forward only, with frozen scales.
 
-    Its parameters stay what they were. `x_scale`, an fp32 scalar, and `weight_codes`, a `QTensor`, are buffers outside
-    the state dict: the calibration and the weights determine both. Loading weights of other values is refused.
+    Its parameters stay what they were. `x_scale`, an fp32 scalar, and `weight_codes`, a `QTensor`, follow from the
+    calibration and the weight, so neither is in the state dict; nor are they buffers, which DDP would broadcast. They
+    move with the module. Loading a weight of other values is refused.
     """
 
     frozen: Frozen
@@ -83,10 +83,7 @@ class StaticLinear(KeepsBufferDtypes, Linear):
                 "torch.no_grad() or torch.inference_mode(), or undo it with weft.nn.convert(model, None)"
             )
         if not torch.compiler.is_compiling() and not self._is_unchanged():
-            raise RuntimeError(
-                f"the weight of {title(self.frozen.name)} changed after the layer was converted to {STATIC!r}: undo "
-                "it with weft.nn.convert(model, None), then calibrate and convert again"
-            )
+            self._recheck()
 
     # ---- weights that stay as they were -------------------------------------------------------------------
 
@@ -98,9 +95,26 @@ class StaticLinear(KeepsBufferDtypes, Linear):
         weight, version = self._noted
         return weight is self.weight and version == _version(weight)
 
+    def _recheck(self) -> None:
+        """Raise RuntimeError unless a weight that was written still has its values. This reads it on the host, once
+        after such a write, as DDP makes when it synchronizes parameters."""
+        name = self.frozen.name
+        undo = f"undo {STATIC!r} with weft.nn.convert(model, None), then calibrate and convert again"
+        try:
+            same = hash_of(name, self.weight, undo) == self.frozen.weight_hash
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+        if not same:
+            raise RuntimeError(f"the weight of {title(name)} changed after the layer was converted: {undo}")
+        self.note_weight()
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unchanged = self._is_unchanged()
         super()._apply(fn, recurse)
+        for name in ("x_scale", "weight_codes"):
+            old = getattr(self, name)
+            new = fn(old)
+            setattr(self, name, new if new.dtype == old.dtype else old.to(new.device))
         if unchanged:
             self.note_weight()
         return self
@@ -119,20 +133,13 @@ class StaticLinear(KeepsBufferDtypes, Linear):
         if f"{prefix}weight" not in state_dict:
             return
         try:
-            same = hash_of(self.frozen.name, self.weight) == self.frozen.weight_hash
-        except ValueError as error:
+            self._recheck()
+        except RuntimeError as error:
             error_msgs.append(str(error))
             return
-        if not same:
-            error_msgs.append(
-                f"the weight of {title(self.frozen.name)} differs from the calibrated one: undo {STATIC!r} with "
-                "weft.nn.convert(model, None), load, then calibrate and convert again"
-            )
-            return
-        # The buffers may hold nothing yet, after `to_empty`.
+        # Neither has values yet after `to_empty`.
         self.x_scale.fill_(self.frozen.scale)
         self.weight_codes = weight_codes(self.weight)
-        self.note_weight()
 
 
 def _version(weight: Tensor) -> int | None:
@@ -170,8 +177,7 @@ def freeze(layer: nn.Linear, name: str, calibrated: LayerScale, codes: QTensor) 
     layer.__class__ = StaticLinear
     assert isinstance(layer, StaticLinear)
     layer.frozen = Frozen(name, calibrated.weight, float(scale), original)
-    layer.register_buffer("x_scale", scale.to(layer.weight.device), persistent=False)
-    layer.register_buffer("weight_codes", codes, persistent=False)
+    layer.x_scale, layer.weight_codes = scale.to(layer.weight.device), codes
     layer.note_weight()
 
 
