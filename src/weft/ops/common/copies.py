@@ -156,6 +156,23 @@ NO_CODES = StridedCodes(None, None, 0, 0, 0)
 
 
 @triton.jit
+def load_scale_source(ptr, scale_ptr, scale_t_ptr, STATIC: tl.constexpr):
+    """Load the amax of the tensor, or with STATIC its scale, which the first program then stores to the scales of the
+    copies; 0 if ptr is None."""
+    if ptr is not None:
+        value = tl.load(ptr).to(tl.float32)
+        if STATIC:
+            is_first = tl.program_id(0) == 0
+            if scale_ptr is not None:
+                tl.store(scale_ptr, value, mask=is_first)
+            if scale_t_ptr is not None:
+                tl.store(scale_t_ptr, value, mask=is_first)
+        return value
+    else:
+        return 0.0
+
+
+@triton.jit
 def tensor_factor(encoding):
     """Return the factor of a tensor with one scale, from the stored scale with STATIC, else from the amax."""
     if encoding.STATIC:

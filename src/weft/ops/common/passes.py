@@ -51,8 +51,9 @@ def make_copies(
     )
     scales = [copy.scale for copy in (row, col) if copy is not None]
     if scale_source is not None:
-        for scale in scales:
-            scale.copy_(scale_source.reshape(scale.shape))
+        if result.y.numel() == 0:  # otherwise the kernels store it
+            for scale in scales:
+                scale.copy_(scale_source.reshape(scale.shape))
         scale_source = scale_source.reshape(-1).contiguous()
     elif f.needs_tensor_amax:  # codes need the amax of the whole tensor first
         partials = rows(None, None, True, False)

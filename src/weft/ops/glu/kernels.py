@@ -25,6 +25,7 @@ from ..common.copies import (
     Stripe,
     Tile,
     from_row,
+    load_scale_source,
     store_codes,
     store_rows,
     store_stripe,
@@ -331,10 +332,7 @@ def glu_kernel(
 
     BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
     BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor" and not STRIPES
-    if given_ptr is not None:
-        scale_source = tl.load(given_ptr)
-    else:
-        scale_source = 0.0
+    scale_source = load_scale_source(given_ptr, copy.scale, copy_t.scale, STATIC)
     if BY_ROW:  # the codes of a row need its largest |y| first
         largest = tl.zeros((ROWS,), tl.float32)
         for start in range(0, cols, TILE):

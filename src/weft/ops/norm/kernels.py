@@ -14,6 +14,7 @@ from ..common.copies import (
     StridedCodes,
     Stripe,
     Tile,
+    load_scale_source,
     store_codes,
     store_rows,
     store_stripe,
@@ -333,10 +334,7 @@ def norm_kernel(
 
     if NEEDS_Y:
         moments = Moments(mean if LAYER else None, rstd)
-        if stored.given is not None:
-            scale_source = tl.load(stored.given)
-        else:
-            scale_source = 0.0
+        scale_source = load_scale_source(stored.given, stored.codes.scale, None, STATIC)
 
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
@@ -437,10 +435,7 @@ def norm_stripe_kernel(
     else:
         mean = None
     y = _affine(h, Moments(mean, rstd), formula, at.modulation, tile, source, LLAMA)
-    if stored.given is not None:
-        scale_source = tl.load(stored.given)
-    else:
-        scale_source = 0.0
+    scale_source = load_scale_source(stored.given, stored.codes.scale, codes_t.scale, STATIC)
     store_stripe(
         y,
         stored.codes,

@@ -18,6 +18,7 @@ from ..common.copies import (
     StridedCodes,
     Stripe,
     Tile,
+    load_scale_source,
     store_codes,
     store_rows,
     store_stripe,
@@ -89,10 +90,8 @@ def quantize_rows_kernel(
             tl.store(copy.scale + row, row_scale, mask=row < rows)
         factor = factor[:, None]
         amax_or_scale = 0.0
-    elif given_ptr is not None:
-        amax_or_scale = tl.load(given_ptr)
     else:
-        amax_or_scale = 0.0
+        amax_or_scale = load_scale_source(given_ptr, copy.scale, None, STATIC)
     if FORMAT.block == "tensor" and given_ptr is not None:
         factor = tensor_factor(Encoding(amax_or_scale, INPUT_MAX, FORMAT, CAST, STATIC))
 
@@ -160,10 +159,7 @@ def quantize_stripe_kernel(
     mask = tile_mask(row, col, rows, cols, True, COLS_MASKED)
     x_off = tl.multiple_of(row * x_stride, ALIGN)
     x = load_tile(x_ptr + x_off[:, None] + col[None, :], mask)  # [ROWS, TILE]
-    if given_ptr is not None:
-        amax_or_scale = tl.load(given_ptr)
-    else:
-        amax_or_scale = 0.0
+    amax_or_scale = load_scale_source(given_ptr, copy.scale, copy_t.scale, STATIC)
     random = _draw(seed_low, seed_high, row, col, 0) if STOCHASTIC else None
     random_t = _draw(seed_low, seed_high, row, col, 1) if STOCHASTIC else None
     ROTATED: tl.constexpr = FORMAT.hadamard is not None and (

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from ....language import tl, triton
 from ....runtime import kernel
 from ....tiles import activate, activate_with_slope, amax, encode, fp32_scale, larger, quantize_rows, scaled
-from ...common.copies import Encoding, StridedCodes, Stripe, Tile, store_codes, store_stripe, tensor_factor
+from ...common.copies import (
+    Encoding,
+    StridedCodes,
+    Stripe,
+    Tile,
+    load_scale_source,
+    store_codes,
+    store_stripe,
+    tensor_factor,
+)
 from ...common.loads import load_tile, load_vector, round_promoted, round_to_dtype, tile_mask
 from ...common.passes import FP32_MAX
 from ...common.sums import add_to
@@ -138,10 +147,7 @@ def gated_norm_kernel(
 
     if gate_ptr is not None:
         gate, weight = Rows(gate_ptr, gate_off), Weight(weight_ptr, weight_off, weight_offset)
-        if given_ptr is not None:
-            scale_source = tl.load(given_ptr)
-        else:
-            scale_source = 0.0
+        scale_source = load_scale_source(given_ptr, data_scale_ptr, None, STATIC)
         BY_ROW: tl.constexpr = False if FORMAT is None else FORMAT.block == "row"
         BY_TENSOR: tl.constexpr = False if FORMAT is None else FORMAT.block == "tensor"
         if BY_ROW and LOOP:  # the codes of a row need its largest |y| first
@@ -262,10 +268,7 @@ def gated_norm_stripe_kernel(
             y = round_promoted(y, x_ptr, weight_ptr)
     y = y * activate(load_tile(gate_ptr + gate_off[:, None] + col[None, :], mask), 1.0, ACT)
     y = tl.where(mask, y, 0.0)
-    if given_ptr is not None:
-        scale_source = tl.load(given_ptr)
-    else:
-        scale_source = 0.0
+    scale_source = load_scale_source(given_ptr, copy.scale, copy_t.scale, STATIC)
     store_stripe(
         y,
         copy,
