@@ -72,6 +72,12 @@ class Captured(Generic[R]):
         with torch.random.fork_rng(devices=[]):
             self.cuts = self._find_cuts(fn, sizes) if sizes else []
 
+    @property
+    def operations(self) -> int | None:
+        """Number of kernel launches and PyTorch operations that a replay runs (of the largest size, if there are
+        several); None on a GPU, whose graphs do not tell."""
+        return self.recordings[max(self.recordings, key=lambda size: size or 0)].operations
+
     def _inputs(self, size: int | None) -> list[Tensor]:
         """Return memory for inputs with `size` rows, filled by repeating the examples."""
         inputs = []
@@ -230,10 +236,12 @@ class _Recording:
     def __init__(self, fn: Callable[..., Any], inputs: list[Tensor]) -> None:
         self.inputs = inputs
         versions = [x._version for x in inputs]
+        self.operations: int | None = None
         if inputs[0].device.type == "cuda":
             self.result, self.replay = _record_graph(fn, inputs)
         else:
-            self.result, self.replay = _record_tape(fn, inputs)
+            self.result, tape = _record_tape(fn, inputs)
+            self.replay, self.operations = tape.replay, len(tape.steps)
         for number, (x, version) in enumerate(zip(inputs, versions, strict=True)):
             if x._version != version:
                 raise RuntimeError(
@@ -351,6 +359,11 @@ class _Tape(TorchDispatchMode):
         ):
             _refuse("setting a seed", "happens in Python, which a replay does not run")
 
+    def replay(self) -> None:
+        with torch.no_grad():
+            for step in self.steps:
+                step()
+
     def note_launch(self, launch: Launch, grid: Any, pointers: Any, integers: Any, floats: Any) -> None:
         if self.inside:
             return
@@ -396,15 +409,9 @@ def _taping() -> Iterator[_Tape]:
         )
 
 
-def _record_tape(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Any, Callable[[], None]]:
+def _record_tape(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Any, _Tape]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.seed()  # a state that no seed in `fn` can produce
         with torch.no_grad(), _taping() as tape:
             result = fn(*inputs)
-
-    def replay() -> None:
-        with torch.no_grad():
-            for step in tape.steps:
-                step()
-
-    return result, replay
+    return result, tape
