@@ -15,6 +15,7 @@ from triton_loom.testing import Forks
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING, CHANGELOG = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))
 WRITING = ROOT / "docs/writing_an_op.md"  # its Python blocks are parts of files
+ADDING = ROOT / "docs/adding_a_model.md"  # its Python blocks are files
 
 # Warnings are errors, except for two of PyTorch's own: one when it imports Inductor on a CPU, one when Dynamo traces an
 # autograd function. Dynamo instantiates `torch.autograd.Function`, which warns, and drops the recorded warning; with

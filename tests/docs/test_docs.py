@@ -32,6 +32,7 @@ from weft.quant import CONVENTIONS, Format
 from weft.runtime import TARGETS
 
 from .pages import (
+    ADDING,
     CHANGELOG,
     CONTRIBUTING,
     README,
@@ -51,7 +52,9 @@ FORMATS, PROOF, ROWS, TRAFFIC = (
     ROOT / "docs" / f"{name}.md" for name in ("formats", "proof", "published", "traffic")
 )
 DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [document for document in DOCUMENTS if document != WRITING]  # their Python blocks are scripts
+PAGES = [
+    document for document in DOCUMENTS if document not in (ADDING, WRITING)
+]  # their Python blocks are scripts
 WITNESS = ROOT / "loom/docs/witness.md"
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "loom")}
 
