@@ -95,7 +95,7 @@ from .runtime import Capabilities, backend, catalogue, set_backend
 if TYPE_CHECKING:
     from . import nn
     from .integrations.fusion import compile_pass
-    from .nn import calibrate
+    from .nn.calibrate import calibrate
 
 __version__ = "0.1.0"
 

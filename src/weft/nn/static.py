@@ -110,7 +110,7 @@ class StaticLinear(Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unchanged = self._is_unchanged()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in ("x_scale", "weight_codes"):
             old = getattr(self, name)
             new = fn(old)
