@@ -149,6 +149,27 @@ MISTAKES: dict[str, Mistake] = {
     "float positions": (
         lambda: rope(Q, COS, SIN, positions=torch.arange(8.0)), ValueError, ("positions must be int32 or int64",),
     ),
+    # ---- images
+    "a part of a patch": (
+        lambda: weft.patchify(X.view(1, 8, 8, 8), 3), ValueError, ("height 8", "patches of 3", "pad or crop"),
+    ),
+    "a part of a block": (
+        lambda: weft.patchify(X.view(1, 8, 8, 8), 4, merge=4), ValueError, ("patches of 4 in blocks of 4",),
+    ),
+    "tokens for an image": (
+        lambda: weft.patchify(X[None], 2), ValueError, ("four dimensions", "x.unflatten(1, (H, W))"),
+    ),
+    "a layout of torch": (
+        lambda: weft.patchify(X.view(1, 8, 8, 8), 2, layout="NCHW"), ValueError, ("'nhwc' or 'nchw'", "'NCHW'"),
+    ),
+    "no patch": (lambda: weft.patchify(X.view(1, 8, 8, 8), 0), ValueError, ("patch must be at least 1",)),
+    "a mean of other channels": (
+        lambda: weft.patchify(X.view(1, 8, 8, 8), 2, mean=(0.5, 0.5, 0.5)), ValueError, ("8 channels; got 3",),
+    ),
+    "a mean on the device": (
+        lambda: weft.patchify(X.view(1, 8, 8, 8), 2, mean=W), TypeError, ("mean must be a number", ".item()"),
+    ),
+    "no deviation": (lambda: weft.patchify(X.view(1, 8, 8, 8), 2, std=0), ValueError, ("std must not be 0",)),
     # ---- sums
     "terms in a list": (
         lambda: weft.axpby(X, [(0.5, X)]), TypeError, ("terms[0] must be a tensor", "axpby(x, (a, y), z)"),
@@ -305,6 +326,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "axpby": {
         "x": X, "coefficients": torch.ones(3, 1), "step": torch.tensor(0), "out": torch.zeros(8, 64),
     },
+    "patchify": {"x": torch.randn(2, 4, 6, 3), "patch": 2, "quantize": "tensor", "quant_scale": torch.ones(())},
     "quantize": {"x": X, "format": "tensor", "scale": torch.ones(())},
     "dequantize": {"q": weft.quantize(X)},
     "route": {"logits": X, "k": 2, "convention": "vllm", "bias": W},

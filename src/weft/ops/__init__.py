@@ -55,6 +55,7 @@ from .sampling.sample import sample
 from .sampling.top_k import top_k
 from .sampling.verify.arguments import Relaxed, Verified
 from .sampling.verify.verify import verify
+from .vision.patchify import patchify
 
 connect(Ops(dequantize_codes, run))
 
@@ -118,6 +119,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "mla_decode",
+    "patchify",
     "permute",
     "pointwise",
     "process_logits",
