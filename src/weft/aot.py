@@ -20,7 +20,8 @@ from typing import Any
 from . import __version__
 from .runtime import Variant, recording
 from .runtime.bundle import SCHEMA, Bundle, BundleError, key_of, load, platform_of, sources, unload
-from .runtime.variant import TARGETS, build_variant, triton_target
+from .runtime.capabilities import TABLE
+from .runtime.variant import build_variant, triton_target
 
 __all__ = ["Bundle", "BundleError", "build", "load", "unload", "variants_of"]
 
@@ -47,8 +48,8 @@ def build(
     """
     import triton
 
-    if target not in ("cpu", *TARGETS):
-        raise ValueError(f"unknown target {target!r}; known: cpu, {', '.join(TARGETS)}")
+    if target not in TABLE:
+        raise ValueError(f"unknown target {target!r}; known: {', '.join(TABLE)}")
     chosen = list(variants)
     gpu = triton_target(target)
     kernels: dict[str, Any] = {}

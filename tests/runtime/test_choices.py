@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from weft import aot
 from weft.lab.checks import accuracy
 from weft.lab.families import OPS, for_op
 from weft.lab.tuning import asked
-from weft.runtime import TARGETS, Capabilities, choices, choosing_for, devices, recording
+from weft.runtime import GPUS, Capabilities, choices, choosing_for, devices, recording
 from weft.runtime.capabilities import Tuned
 from weft.runtime.choices import TilesError, path_for, read, tuned_for, write
 
@@ -72,7 +73,7 @@ def test_every_op_makes_choices() -> None:
 
 
 def test_default_configs_are_within_their_limits() -> None:
-    for target in (*TARGETS, "cpu"):
+    for target in (*GPUS, "cpu"):
         for op in OPS:
             if not for_op(op)[0].runs_on(target):
                 continue
@@ -81,6 +82,25 @@ def test_default_configs_are_within_their_limits() -> None:
             for name, facts in keys:
                 one = choices.choices[name]
                 one.check(one.fields_of(one.default(facts, Capabilities.of(target))))
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "family"),
+    [((11, 0), "sm_110", "sm_100"), ((10, 3), "sm_103", "sm_100"), ((12, 1), "sm_121", "sm_120")],
+)
+def test_relatives_have_the_choices_of_their_family(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], target: str, family: str
+) -> None:
+    """A device has its family's tiles, whether the table has a row of its own for it or it is newer than the table."""
+    properties = SimpleNamespace(major=version[0], minor=version[1], multi_processor_count=20, name="GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    facts = devices.facts_of.__wrapped__(torch.device("cuda"))
+    assert (facts.target, facts.family, facts.multiprocessors) == (target, family, 20)
+    for kind in ("half", "fp8", "mx8", "mx4"):
+        assert choices.choices["matmul.many"].default((kind,), facts) == choices.choices[
+            "matmul.many"
+        ].default((kind,), Capabilities.of(family))
 
 
 def test_shipped_rules_are_read() -> None:

@@ -69,7 +69,7 @@ def check(jobs: dict[tuple[Variant, str], str], spills: int = 0, **options: Any)
 
 # Targets that launch nearly all kernels with the constants of another. `test_every_kernel_of_every_workload` compiles
 # all of them.
-SIBLINGS = {"sm_89": "sm_80", "sm_100": "sm_90", "sm_120": "sm_90", "gfx950": "gfx942"}
+SIBLINGS = {"sm_89": "sm_80", "sm_100": "sm_90", "sm_120": "sm_90", "gfx950": "gfx942", "sm_110": "sm_100"}
 
 
 def fullest(variants: Iterable[Variant]) -> set[Variant]:
@@ -110,7 +110,7 @@ def test_a_variant_of_every_kernel() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, "sm_110"])
 def test_representative_kernels(target: str) -> None:
     variants = collected(representative(), target)
     chosen = fullest(variants)

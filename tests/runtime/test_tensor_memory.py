@@ -43,7 +43,7 @@ def two_products(num_stages: int, separate: bool = False) -> Variant:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("target", ["sm_100", "sm_103"])
+@pytest.mark.parametrize("target", ["sm_100", "sm_103", "sm_110"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_two_dots_into_one_accumulator_are_awaited(num_stages: int, target: str) -> None:
     accesses = early_accesses(ttgir_of(two_products(num_stages), target))

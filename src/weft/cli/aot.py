@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import aot
-from ..runtime import TARGETS
+from ..runtime import GPUS
 from ..runtime.bundle import Bundle, BundleError
 from .arguments import add_op, add_workers, add_workload, output_file
 from .figures import Figures
@@ -22,7 +22,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("aot", help="compile kernels ahead of time into a bundle; no GPU is needed")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     build = actions.add_parser("build", help="compile the kernels that workloads launch on a target")
-    build.add_argument("--target", required=True, choices=("cpu", *TARGETS))
+    build.add_argument("--target", required=True, choices=("cpu", *GPUS))
     add_workload(build, "only workloads whose name contains this: deepseek-v3; may be repeated")
     add_op(build)
     add_workers(build, "compilers")

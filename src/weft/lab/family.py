@@ -73,7 +73,8 @@ class Family:
     """By kernel: an access width that it needs besides the usual ones."""
 
     spills: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """By kernel and target: bytes that it spills although it should spill none."""
+    """By kernel and target: bytes that it spills although it should spill none. They also hold for relatives of the
+    target."""
 
     loaded: Mapping[tuple[str, str], Loaded] = field(default_factory=dict)
     """By kernel and parameter: its assumptions about the integers in that tensor."""

@@ -2,7 +2,7 @@
 
 from .autocast import autocasted
 from .backend import backend, launch_device, serves, set_backend
-from .capabilities import Capabilities, warp_size_of
+from .capabilities import GPUS, Capabilities, warp_size_of
 from .catalogue import catalogue
 from .choices import choice
 from .fields import Fields, G, Maybe, MaybeNumber, MaybeStr, Present, Written
@@ -37,6 +37,7 @@ from .sharding import Sharding, is_distributed, local_of, local_rows, place_like
 from .variant import TARGETS, Variant
 
 __all__ = [
+    "GPUS",
     "LATER",
     "TARGETS",
     "Backward",

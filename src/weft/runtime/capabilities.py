@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 Fact = int | str | bool | None
 Key = tuple[str, tuple[Fact, ...]]  # name of a choice, and its facts
@@ -40,10 +41,13 @@ class Capabilities:
     - `fp8_dot`, `mx_dot`, `nvfp4_dot`: matrix instructions take these operands.
     - `descriptors`: tensor descriptors compile to bulk copies.
     - `multiprocessors`: the device's number; for a named target, that of a typical product.
+    - `family`: the target whose launch choices hold, which is one that every change compiles. A device newer than the
+      table keeps the family of the row that stands for it.
     - `tuned`: the tuned launch choices of this device (`choices.py`).
     """
 
     target: str
+    family: str
     backend: str  # Triton's name: cuda, hip or cpu
     fp8_cast: bool
     fp8_saturates: bool
@@ -94,10 +98,12 @@ def _row(
     descriptors: bool = False,
     multiprocessors: int,
     shared_bytes: int,
+    family: str | None = None,
 ) -> Capabilities:
     backend = "hip" if target.startswith("gfx") else "cpu" if target == "cpu" else "cuda"
     return Capabilities(
         target,
+        family or target,
         backend,
         cast,
         saturates,
@@ -111,18 +117,20 @@ def _row(
     )
 
 
-_HOPPER = {"cast": True, "saturates": True, "dot": True, "descriptors": True}
+_HOPPER: dict[str, Any] = {"cast": True, "saturates": True, "dot": True, "descriptors": True}
 _BLACKWELL = _HOPPER | {"mx": True, "nvfp4": True}
 
 TABLE = {
     row.target: row
     for row in (
         _row("sm_80", cast=False, multiprocessors=108, shared_bytes=166_912),
-        _row("sm_86", cast=False, multiprocessors=84, shared_bytes=101_376),
+        _row("sm_86", cast=False, multiprocessors=84, shared_bytes=101_376, family="sm_80"),
         _row("sm_89", cast=False, dot=True, multiprocessors=142, shared_bytes=101_376),
         _row("sm_90", **_HOPPER, multiprocessors=132, shared_bytes=232_448),
         _row("sm_100", **_BLACKWELL, multiprocessors=148, shared_bytes=232_448),
-        _row("sm_103", **_BLACKWELL, multiprocessors=148, shared_bytes=232_448),
+        _row("sm_103", **_BLACKWELL, multiprocessors=148, shared_bytes=232_448, family="sm_100"),
+        # Jetson Thor: the matrix unit and tensor memory of sm_100 on a robot's chip. CUDA 12 called it sm_101.
+        _row("sm_110", **_BLACKWELL, multiprocessors=20, shared_bytes=232_448, family="sm_100"),
         _row("sm_120", **_BLACKWELL, multiprocessors=170, shared_bytes=101_376),
         _row("gfx942", cast=False, multiprocessors=304, shared_bytes=65_536),
         _row("gfx950", cast=True, dot=True, mx=True, multiprocessors=256, shared_bytes=163_840),
@@ -131,3 +139,5 @@ TABLE = {
         _row("cpu", **_BLACKWELL | {"descriptors": False}, multiprocessors=16, shared_bytes=1 << 30),
     )
 }
+
+GPUS = tuple(target for target in TABLE if target != "cpu")

@@ -80,7 +80,7 @@ class Choice:
     def default(self, facts: tuple[Fact, ...], target: Capabilities) -> Any:
         """Return the config that is chosen if nothing is tuned."""
         for rule in self.rules:
-            config = rule.find(facts, target.target)
+            config = rule.find(facts, target)
             if config is not None:
                 return config
         return self.function(*facts, target)
@@ -147,10 +147,11 @@ class _Rule:
     def __init__(self, when: dict[int, Any], targets: dict[str, Any]) -> None:
         self.when, self.targets = when, targets
 
-    def find(self, facts: tuple[Fact, ...], target: str) -> Any:
-        if all(_fits(facts[position], wanted) for position, wanted in self.when.items()):
-            return self.targets.get(target) or self.targets.get("")
-        return None
+    def find(self, facts: tuple[Fact, ...], target: Capabilities) -> Any:
+        if not all(_fits(facts[position], wanted) for position, wanted in self.when.items()):
+            return None
+        names = (target.target, target.family, "")
+        return next((self.targets[name] for name in names if name in self.targets), None)
 
 
 def _fits(fact: Any, wanted: Any) -> bool:
@@ -166,8 +167,8 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _rules(of: Choice, table: dict[str, Any], path: Path) -> list[_Rule]:
-    """Parse and check the rules of a choice: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. The
-    target "" stands for all other targets."""
+    """Parse and check the rules of a choice: `{"config": names, "rules": [{"when": facts, "targets": configs}]}`. A
+    target without a config has its family's; "" stands for all others."""
     make: Any = inspect.get_annotations(of.function, eval_str=True)["return"]
     try:
         rules = []

@@ -36,6 +36,11 @@ UNITS: dict[tuple[str, str], str] = {
     ("sm_100", "mxfp8"): "UTCQMMA",
     ("sm_100", "mxfp4"): "UTCOMMA",
     ("sm_100", "nvfp4"): "UTCOMMA",
+    **dict.fromkeys((("sm_110", pair) for pair in BYTES), "UTCQMMA"),
+    ("sm_110", "bf16"): "UTCHMMA",
+    ("sm_110", "mxfp8"): "UTCQMMA",
+    ("sm_110", "mxfp4"): "UTCOMMA",
+    ("sm_110", "nvfp4"): "UTCOMMA",
     ("sm_120", "mxfp8"): "QMMA",
     ("sm_120", "mxfp4"): "OMMA",
     ("sm_120", "nvfp4"): "OMMA",
@@ -75,9 +80,17 @@ def faults(pair: str, rows: int, target: str, binary: Any) -> list[str]:
         unit = UNITS.get((target, pair))
         if unit is not None and not binary.count(unit):
             problems.append(f"no {unit} among {sorted(binary.opcodes)}")
-        if target in ("sm_90", "sm_100") and pair in (*HALF, *BYTES) and not binary.count("UTMALDG"):
+        if (
+            target in ("sm_90", "sm_100", "sm_110")
+            and pair in (*HALF, *BYTES)
+            and not binary.count("UTMALDG")
+        ):
             problems.append("tiles are not copied in bulk")
-        if target in ("sm_90", "sm_100", "sm_120") and pair in BYTES and binary.count("F2FP.*E[45]M"):
+        if (
+            target in ("sm_90", "sm_100", "sm_110", "sm_120")
+            and pair in BYTES
+            and binary.count("F2FP.*E[45]M")
+        ):
             problems.append("codes are converted")
     return problems
 
@@ -95,6 +108,7 @@ CHANGED = {
     ("sm_90", "bf16"),
     ("sm_90", "fp8-blocks"),
     ("gfx950", "mxfp8"),
+    ("sm_110", "nvfp4"),
 }
 
 
@@ -115,7 +129,7 @@ def _every_time() -> dict[tuple[str, str], list[Any]]:
     ("target", "pair"),
     [
         pytest.param(target, pair, marks=[] if (target, pair) in CHANGED else pytest.mark.slow)
-        for target in TARGETS
+        for target in (*TARGETS, "sm_110")
         for pair in PAIRS
     ],
 )

@@ -21,7 +21,7 @@ from ...cli.arguments import add_op, add_workers, add_workload, output_file, pic
 from ...cli.figures import Figures
 from ...cli.needs import PLOT, require
 from ...cli.screen import Refused, Steps
-from ...runtime import TARGETS, Variant
+from ...runtime import GPUS, TARGETS, Variant
 from ..compiled import Binary, CompileError, compile_all
 from ..compiled.binaries import collected, faults, variants_of
 from ..compiled.occupancy import Occupancy, occupancy_of
@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
         "none is measured.",
     )
     add_op(parser)
-    parser.add_argument("--target", action="append", default=[], choices=TARGETS, help="only this target")
+    parser.add_argument("--target", action="append", default=[], choices=GPUS, help="only this target")
     add_workload(parser)
     add_workers(parser, "compilers")
     parser.add_argument(

@@ -22,7 +22,7 @@ from ...cli.figures import Figures
 from ...cli.interrupt import deaf_children, die_with_parent, kill_children
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
-from ...runtime import TARGETS
+from ...runtime import GPUS
 from ..families import OPS, WORKLOADS, Workload
 from .chosen import workloads_named
 from .reports import read_report
@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
     )
     add_op(parser)
     add_workload(parser)
-    parser.add_argument("--target", default="sm_90", choices=TARGETS, help="(%(default)s)")
+    parser.add_argument("--target", default="sm_90", choices=GPUS, help="(%(default)s)")
     parser.add_argument(
         "--regions",
         type=at_least(1),

@@ -15,7 +15,7 @@ from ...cli.arguments import add_most, output_file
 from ...cli.figures import Figures
 from ...cli.needs import require
 from ...cli.screen import Refused, Steps
-from ...runtime import TARGETS
+from ...runtime import GPUS
 from ..traffic import CACHED, Moved, count_traffic, rows_within
 from .chosen import workloads_named
 
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--target",
         default="sm_90",
-        choices=TARGETS,
+        choices=GPUS,
         help="count the launches that this target would get (%(default)s)",
     )
     add_most(parser, 512.0)

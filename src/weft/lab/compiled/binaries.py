@@ -63,10 +63,10 @@ def collected(workloads: Iterable[Workload], target: str) -> dict[Variant, str]:
 
 
 def faults(variant: Variant, binary: Binary, spills: int = 0) -> list[str]:
-    """Return the faults of a variant's binary. It may spill `spills` bytes, or those listed in the kernel's family if
-    more."""
-    spills = max(spills, spills_of(variant.kernel, binary.target))
+    """Return the faults of a variant's binary. It may spill `spills` bytes, or those listed for the kernel on this
+    target or its family if more."""
     capabilities = Capabilities.of(binary.target)
+    spills = max(spills, *(spills_of(variant.kernel, t) for t in (binary.target, capabilities.family)))
     wide = variant.aligned and dict(variant.constants).get("ALIGN", 16) == 16
     problems = []
     # Without a stack, AMD's "spilled" scalars are in lanes of vector registers.

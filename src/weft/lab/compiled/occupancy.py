@@ -25,6 +25,7 @@ _MULTIPROCESSORS = {
     "sm_90": Multiprocessor(64, 32, 65536, 228 << 10, 1 << 10),
     "sm_100": Multiprocessor(64, 32, 65536, 228 << 10, 1 << 10),
     "sm_103": Multiprocessor(64, 32, 65536, 228 << 10, 1 << 10),
+    "sm_110": Multiprocessor(48, 24, 65536, 228 << 10, 1 << 10),
     "sm_120": Multiprocessor(48, 24, 65536, 100 << 10, 1 << 10),
     "gfx942": Multiprocessor(32, 32, 512, 64 << 10),
     "gfx950": Multiprocessor(32, 32, 512, 160 << 10),

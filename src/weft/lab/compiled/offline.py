@@ -34,7 +34,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ...runtime.variant import TARGETS, Variant, build, kernel_of, options_of, source_of, triton_target
+from ...runtime.capabilities import GPUS
+from ...runtime.variant import Variant, build, kernel_of, options_of, source_of, triton_target
 from . import machine_code, tensor_memory
 from .tensor_memory import early_accesses
 
@@ -129,9 +130,9 @@ def compile_all(
     After each one, `progress` is called with the number done, the total, and the result.
     """
     jobs = list(variants)
-    unknown = {target for _, target in jobs} - set(TARGETS)
+    unknown = {target for _, target in jobs} - set(GPUS)
     if unknown:
-        raise ValueError(f"unknown targets {sorted(unknown)}; known are {', '.join(TARGETS)}")
+        raise ValueError(f"unknown targets {sorted(unknown)}; known are {', '.join(GPUS)}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
     results: dict[int, Binary | CompileError] = {}

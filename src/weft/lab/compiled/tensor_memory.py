@@ -1,11 +1,11 @@
 """Search TTGIR for premature accesses to tensor memory, a mistake of Triton itself.
 
-On sm_100 and sm_103, the accumulators of a dot are in tensor memory. An MMA adds to a tile of it while the program goes
-on; once it and every MMA before it are done, it arrives at a barrier. To read the tile, a program must first wait
-there. Triton 3.6 to 3.8 get this wrong where two dots of a pipelined loop add to one accumulator: the wait for the
-second is for that of the iteration before, its accumulator is read before it is written, and half of the result is
-missing, without an error. The TTGIR shows it, without a GPU: `early_accesses` follows its control flow, with the MMAs
-that may still be running.
+On sm_100, sm_103 and sm_110, the accumulators of a dot are in tensor memory. An MMA adds to a tile of it while the
+program goes on; once it and every MMA before it are done, it arrives at a barrier. To read the tile, a program must
+first wait there. Triton 3.6 to 3.8 get this wrong where two dots of a pipelined loop add to one accumulator: the wait
+for the second is for that of the iteration before, its accumulator is read before it is written, and half of the result
+is missing, without an error. The TTGIR shows it, without a GPU: `early_accesses` follows its control flow, with the
+MMAs that may still be running.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ def stripe_config(kernel: str, block: str, align: int, target: Capabilities) -> 
     few = block in (("mx",) if norm else ("nvfp4", "nvfp4_16x16"))
     if kernel == "gated_norm" and align == 1:
         few = False
-    if kernel == "permute" and block == "1x128" and target.target == "sm_89":
+    if kernel == "permute" and block == "1x128" and target.family == "sm_89":
         few = True  # 16 warps leave 128 registers per thread, not quite enough to encode by integers
     if kernel == "pointwise" and block == "1x128":
         # Compiled: 16 warps spill 80 bytes on sm_89 if aligned, up to 24 bytes on sm_100 and sm_120 if not.
-        few = align < 16 if target.fp8_cast else (target.target == "sm_89" and align == 16)
+        few = align < 16 if target.fp8_cast else (target.family == "sm_89" and align == 16)
     return StripeConfig(tile, 8 if few else 16)
 
 

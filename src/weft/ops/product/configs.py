@@ -50,7 +50,7 @@ class ProductConfig(NamedTuple):
 
     def tile(self, gated: bool, target: Capabilities) -> ProductTile:
         # Triton 3.7 starts the next product in tensor memory while other warps still load the previous sums.
-        meets = gated and target.target in ("sm_100", "sm_103") and self.m >= 64
+        meets = gated and target.family == "sm_100" and self.m >= 64
         return ProductTile(self.m, self.n, self.k, meets=meets)
 
 
@@ -77,7 +77,7 @@ def product_config(
     """Choose the tile of a product. `few`: few rows, per group if grouped; always set if `invariant`, so that the tile
     does not depend on the number of rows. `odd`: rows are not 16-byte aligned. `follows`: the epilogue, "nothing", an
     "activation" or a "residual"."""
-    name = target.target
+    name = target.family
     decoded = kind.startswith("decoded")
     if few:
         if target.is_cpu:

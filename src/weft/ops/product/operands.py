@@ -139,7 +139,7 @@ class Product:
         elif scaled:
             native = target.nvfp4_dot if a.block == "nvfp4" else target.mx_dot
             # sm_100's unit needs at least 128 rows; Triton's code for 16 spills or does not compile.
-            native = native and not (few and target.target in ("sm_100", "sm_103"))
+            native = native and not (few and target.family == "sm_100")
             body, multiplied = ("scaled", "stored") if native else ("sum", "bf16")
         elif a.element == "int8":
             sums = "int32"

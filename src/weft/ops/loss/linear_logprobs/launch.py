@@ -52,7 +52,7 @@ def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capa
     """Return the tiling of a kernel with this role. `whole`: both operands have one 16-bit dtype, and rows that are
     multiples of 8. `rich`: the logits are used for more than a plain softmax, which takes registers; `squares`: that
     includes the sum of squares."""
-    name = target.target
+    name = target.family
     if target.is_cpu:
         return HeadConfig(128, 128, 64, 4, 1, split=False)
     # Operands are split into up to six products or loaded element by element; either takes registers.
@@ -60,7 +60,7 @@ def head_config(role: Role, whole: bool, rich: bool, squares: bool, target: Capa
         return HeadConfig(64, 64, 32, 4, 2)
     # Compiled for sm_90: 128 x 256 logits take 255 registers per thread; with entropy and smoothing they would
     # spill 1680 bytes, and so would their gradient. On sm_100, dhidden would spill 456 bytes when it adds to sums.
-    if name in ("sm_90", "sm_100", "sm_103"):
+    if name in ("sm_90", "sm_100"):
         wide = role == "dweight" or (role == "logits" and not rich) or (role == "dhidden" and name == "sm_90")
         if role == "logits" and rich and name != "sm_90":
             # 192 registers with entropy; 8 warps would spill 32 bytes. With all results, including squares, 64

@@ -60,7 +60,7 @@ def dweight_config(experts: int, cols: int, products: int, target: Capabilities)
         return ProductConfig(_side(experts, 256), _side(cols, 256), 128, 4, 1, False)
     # Compiled for sm_90: 179 registers. On sm_80, sm_89 and sm_120 a warp accumulates in its own registers: half the
     # tile takes 170 registers there, and the whole tile spills.
-    largest = 64 if products == 6 or target.target in ("sm_80", "sm_86", "sm_89", "sm_120") else 128
+    largest = 64 if products == 6 or target.family in ("sm_80", "sm_89", "sm_120") else 128
     return ProductConfig(_side(experts, largest), _side(cols, 128 if products < 6 else 64), 32, 8, 2, True)
 
 
