@@ -91,7 +91,7 @@ from .ops import (
     xielu,
 )
 from .quant import Format, QTensor, layouts, scale_from_amax
-from .runtime import Capabilities, backend, catalogue, set_backend
+from .runtime import Capabilities, backend, catalogue, set_backend, workspace
 
 if TYPE_CHECKING:
     from . import nn
@@ -178,6 +178,7 @@ __all__ = [
     "top_k",
     "unpermute",
     "verify",
+    "workspace",
     "xielu",
 ]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from tests.catalogue.memory import launches_in_callers_memory, results_in_callers_memory
 from weft import QTensor
 from weft.lab import checks as results_of_ops
 from weft.lab.calls import assert_same, backward, differentiable, parts, results, run, small, upstreams
@@ -151,6 +152,8 @@ CHECKS: dict[str, Callable[[Workload], None]] = {
         backend_of_a_graph,
         no_host_sync,
         reference_agrees,
+        launches_in_callers_memory,
+        results_in_callers_memory,
         witnessed,
     )
 }

@@ -128,6 +128,13 @@ def allocate_copies(
     )
 
 
+def with_padding(data: Tensor) -> Tensor:
+    """Return codes with the padding of their rows, which kernels write too."""
+    rows, cols = data.shape
+    stride = data.stride(0)
+    return data.as_strided((rows, stride), (stride, 1)) if stride > cols else data
+
+
 # ---- validation -----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import apply, is_distributed, local_of, place_like
+from ..runtime import apply, is_distributed, is_observed, local_of, place_like, remembered
 from .copies import PLAIN, Codes
 from .qtensor import QTensor, stand_in
 
@@ -70,4 +70,13 @@ def take_apart(x: Tensor) -> tuple[Tensor, Codes]:
 
 def stand_in_for(x: QTensor) -> Tensor:
     """Return a tensor of x's shape and dtype that is never read and whose gradient flows to x."""
-    return apply(_StandIn, x) if x.requires_grad else stand_in(x)
+    if x.requires_grad:
+        return apply(_StandIn, x)  # type: ignore[no-any-return]
+    return stand_in(x) if is_observed() else _element(x.dtype, x.device).expand(x.shape)
+
+
+@remembered
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the element of all stand-ins without a gradient, so that a call with QTensors need not allocate."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device)

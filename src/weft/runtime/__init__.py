@@ -18,6 +18,7 @@ from .launch import (
     recorded_by,
     recording,
 )
+from .memory import contiguous_copy, current_workspace, overlap, overlaps_itself, scratch, workspace
 from .ops import (
     LATER,
     Backward,
@@ -64,6 +65,8 @@ __all__ = [
     "catalogue",
     "choice",
     "choosing_for",
+    "contiguous_copy",
+    "current_workspace",
     "is_distributed",
     "is_observed",
     "is_readable",
@@ -75,14 +78,18 @@ __all__ = [
     "local_of",
     "local_rows",
     "observing",
+    "overlap",
+    "overlaps_itself",
     "place_like",
     "plain_gradient",
     "recorded_by",
     "recording",
     "register_gradient_decoder",
     "remembered",
+    "scratch",
     "serves",
     "set_backend",
     "summed",
     "warp_size_of",
+    "workspace",
 ]

@@ -23,6 +23,7 @@ from .capabilities import Capabilities
 from .catalogue import catalogue
 from .choices import VARIABLE
 from .environment import is_on
+from .memory import scratch
 from .notice import NOTICE
 from .variant import Variant, build
 
@@ -359,8 +360,10 @@ def _with_scratch(run: Any, index: int) -> Any:
     from triton.runtime._allocation import _allocator
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        # PyTorch's blocks are aligned to 512 bytes. Once freed, only later work on the stream reuses them.
-        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
+        # Once freed, only later work on the stream reuses the memory.
+        memory = scratch((size + alignment,), torch.uint8, torch.device("cuda", index))
+        start = -memory.data_ptr() % alignment
+        return memory[start : start + size]
 
     def launch(*args: Any) -> None:
         token = _allocator.set(allocate)
@@ -392,6 +395,18 @@ def observing(note: Callable[..., object]) -> Iterator[None]:
     def observer(*call: Any) -> bool:
         note(*call)
         return outer is None or outer(*call)
+
+    with _observed_by(observer):
+        yield
+
+
+@contextmanager
+def skipping_launches() -> Iterator[None]:
+    """Skip this thread's launches, without compiling their kernels."""
+    thread, outer = threading.get_ident(), _observer
+
+    def observer(*call: Any) -> bool:
+        return threading.get_ident() != thread and (outer is None or outer(*call))
 
     with _observed_by(observer):
         yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from operator import is_
@@ -29,6 +29,9 @@ from .autocast import any_autocast, without_autocast
 from .backend import Backend, backend, chosen, serves
 from .catalogue import catalogue
 from .fields import Fields, Present
+from .launch import skipping_launches
+from .memory import WorkspaceFull, current_workspace, metadata, scratch, without_memory, workspace
+from .remembered import remembered
 from .sharding import Sharding, cut, is_distributed, refuse
 
 A = TypeVar("A", bound=tuple[Any, ...])
@@ -306,8 +309,9 @@ class Op(Generic[A, O]):
             )
         )
 
-    def into(self, destinations: O, a: A) -> O:
-        """Compute into the tensors of `destinations`, and into new ones where it has None. Not for autograd."""
+    def into(self, destinations: O, a: A, dropped: Collection[str] = ()) -> O:
+        """Compute into the tensors of `destinations`, and into new ones where it has None. Not for autograd. The caller
+        does not read the outputs named in `dropped`: their memory is scratch."""
         if is_distributed(*self.arguments.tensors(a), *self.outputs.flatten(destinations)):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
@@ -319,13 +323,55 @@ class Op(Generic[A, O]):
             return self.outputs.build(*outputs)
         if self.validate is not None:
             self.validate(a)
-        allocated = targets if all(t is not None for t in targets) else self.outputs.flatten(self.allocate(a))
-        filled = self.outputs.build(
-            *(new if target is None else target for target, new in zip(targets, allocated, strict=True))
-        )
-        self.launch(filled, a)
+        expected, device = self.outputs.flatten(self.expected(a)), _device_of(a)
+        results = [name not in dropped for name in self.outputs.names]
+        filled = targets
+        if any(t is None and e is not None and r for t, e, r in zip(targets, expected, results, strict=True)):
+            new = self.outputs.flatten(self.allocate(a))
+            filled = tuple(n if t is None and r else t for t, n, r in zip(targets, new, results, strict=True))
+
+        def outputs() -> O:
+            return self.outputs.build(
+                *(
+                    scratch(e.shape, e.dtype, device, e.stride()) if t is None and e is not None else t
+                    for t, e in zip(filled, expected, strict=True)
+                )
+            )
+
+        written = self.launched(outputs, a)
         torch.autograd.graph.increment_version([target for target in targets if target is not None])
-        return filled
+        return written
+
+    def expected(self, a: A) -> O:
+        """Return the outputs that `allocate` would return, as tensors without memory."""
+        return (
+            self.allocate(a)
+            if is_observed()
+            else _expected(self, tuple(map(metadata, self.arguments.flatten(a))))
+        )
+
+    def launched(self, outputs: Callable[[], O], a: A) -> O:
+        """Launch the kernels that fill `outputs()`, and return these. Scratch memory comes from the caller's workspace
+        if there is one."""
+
+        def launch() -> O:
+            filled = outputs()
+            self.launch(filled, a)
+            return filled
+
+        space = current_workspace()
+        if space is None:
+            return launch()
+        try:
+            if space.is_idle:
+                space.check_apart(self.arguments.names, self.arguments.flatten(a))
+            return space.run(launch)
+        except WorkspaceFull:
+            if not space.is_idle:  # in the launch of another op, which is refused as a whole
+                raise
+        with workspace() as needed, skipping_launches():
+            needed.run(lambda: (outputs(), self.launch(self.allocate(a), a)))
+        raise space.too_small(f"weft::{self.name}", needed.nbytes)
 
     def is_negated(self, a: A, targets: Iterable[Tensor | None]) -> bool:
         """Return whether the memory of a tensor holds the negative of its values."""
@@ -366,7 +412,10 @@ class Op(Generic[A, O]):
             self.validate(a)
         if self.serves_call(a):
             outputs = self.allocate(a)
-            self.launch(outputs, a)
+            if current_workspace() is None:
+                self.launch(outputs, a)
+            else:
+                self.launched(lambda: outputs, a)
         else:
             outputs = self.reference(a)
         for name in self.written:
@@ -394,6 +443,17 @@ class Op(Generic[A, O]):
             )
 
         return call
+
+
+@remembered
+def _expected(op: Op[A, O], leaves: tuple[Any, ...]) -> O:
+    return op.allocate(op.arguments.build(*map(without_memory, leaves)))
+
+
+def _device_of(a: tuple[Any, ...]) -> torch.device:
+    first = a[0]
+    device: torch.device = (first[0] if isinstance(first, list) else first).device
+    return device
 
 
 def apply(function: type[Function], *args: Any) -> Any:

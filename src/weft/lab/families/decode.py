@@ -48,12 +48,12 @@ _PARTS = "results of parts are written and read back; sectors of short rows of s
 
 def decode(
     query: Tensor, k: Tensor, v: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *,
-    page_table: Tensor, lengths: Tensor, **options: Any,
+    page_table: Tensor, lengths: Tensor, out: Any = None, **options: Any,
 ) -> Attention:  # fmt: skip
     """Call `attention_decode`, or `mla_decode` without v, with the tensors of the cache as arguments."""
     cache = KVCache(k, v, k_scale, v_scale)
     attend: Any = mla_decode if v is None else attention_decode
-    result = attend(query, cache, page_table=page_table, lengths=lengths, return_lse=True, **options)
+    result = attend(query, cache, page_table=page_table, lengths=lengths, return_lse=True, out=out, **options)
     assert isinstance(result, Attention)
     return result
 

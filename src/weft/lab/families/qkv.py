@@ -131,6 +131,7 @@ def prepare(
     layouts: dict[str, Any],
     cache: dict[str, Any] | None = None,
     quantize: str | None = None,
+    out: Any = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """Call `qkv_prepare`; return its results that are not None."""
@@ -143,18 +144,20 @@ def prepare(
         positions=positions,
         **(cache or {}),
         quantize=quantize,
+        out=out,
         **layouts,
     )
     return tuple(t for t in outputs if t is not None)
 
 
-def prepare_cached(slots: Tensor, heads: Heads, **kwargs: Any) -> tuple[Tensor, ...]:
+def prepare_cached(slots: Tensor, heads: Heads, out: Any = None, **kwargs: Any) -> tuple[Tensor, ...]:
     """Call `qkv_prepare` with paged caches in FP8, one slot for each token; return them with the other results."""
     shape, device = (2, -(-slots.shape[0] // PAGE), PAGE, heads.kv), slots.device
     codes = torch.zeros((*shape, heads.dim), dtype=torch.uint8, device=device).unbind()
     scales = torch.zeros(shape, dtype=torch.float32, device=device).unbind()
     with torch.no_grad():
-        results = prepare(heads=heads, cache={"cache": KVCache(*codes, *scales), "slots": slots}, **kwargs)
+        cache = {"cache": KVCache(*codes, *scales), "slots": slots}
+        results = prepare(heads=heads, cache=cache, out=out and out[:-4], **kwargs)
     return (*results, *codes, *scales)
 
 

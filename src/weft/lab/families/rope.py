@@ -53,10 +53,11 @@ def rotate(
     rotation: dict[str, Any],
     positions: Tensor | None = None,
     layouts: dict[str, Any],
+    out: Tensor | None = None,
     **tensors: Tensor,
 ) -> Tensor:
     """Call `rope` with the tables of its rotation as arguments, so that they are tensors of a workload's call."""
-    return rope(x, rotation_with(rotation, tensors), positions=positions, **layouts)
+    return rope(x, rotation_with(rotation, tensors), positions=positions, out=out, **layouts)
 
 
 def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:

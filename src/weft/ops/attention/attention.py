@@ -29,6 +29,7 @@ from ...quant import PLAIN, Format, QTensor
 from ...runtime import Backward, Gradients, Op, Present, autocasted, capabilities_of
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
 from ..common.heads import LAYOUTS, Layout
+from ..common.into import result_into, results_in
 from ..common.quantized import register_codes, rowwise_codes
 from ..common.results import Result, allocate_result, plain_result, result_options
 from ..common.rows import compute_dtype
@@ -206,6 +207,7 @@ def attention(
     scores: EightBits | None = ...,
     values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
+    out: Tensor | Attention | None = ...,
 ) -> Tensor: ...
 
 
@@ -234,6 +236,7 @@ def attention(
     scores: EightBits | None = ...,
     values: Literal["e4m3"] | None = ...,
     engine: Engine = ...,
+    out: Tensor | Attention | None = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -261,6 +264,7 @@ def attention(
     scores: EightBits | None = None,
     values: Literal["e4m3"] | None = None,
     engine: Engine = "auto",
+    out: Tensor | Attention | None = None,
 ) -> Tensor | Attention:
     """Compute `softmax(scale * query @ key^T) @ value` in one kernel, with a backward.
 
@@ -306,6 +310,9 @@ def attention(
       and supports the whole call; "weft", "torch" (the kernels of `F.scaled_dot_product_attention`), "fa2", "fa3",
       "fa4" (FlashAttention) and "aiter" require that engine. Backward uses the same one if it supports that call, too,
       else Weft's kernels. `weft.record_engines()` reports what ran.
+    - `out`: write the result here instead of to a new tensor; not with autograd. A plain one may be a slice of a longer
+      sequence, or any other view whose last dimension is contiguous. With `return_lse` or `return_max`, an `Attention`
+      of contiguous tensors for lse and max, or None for a new one.
 
     Gradients flow to query, key, value and sinks. The result stores the heads of a token side by side, also for bhsd,
     where `out.transpose(1, 2).flatten(2)` is a view.
@@ -377,11 +384,20 @@ def attention(
     if scores is not None:
         args, shift = in_eight_bits(args, scores, attention_op)
     check_engine(args)
-    outputs = attention_op(args)
-    out, lse = outputs.result.value(options), outputs.lse
+    if out is None:
+        outputs = attention_op(args)
+        y = outputs.result.value(options)
+    else:
+        into, lse, largest = results_in(out, *Attention._fields)
+        dropped = () if return_lse or return_max else ("lse",)
+        outputs = result_into(attention_op, args, into, strided=True, dropped=dropped, lse=lse, max=largest)
+        y = outputs.result.value(options) if into is None else into
     if not (return_lse or return_max):
-        return out
-    return Attention(out, lse if shift is None or not return_lse else lse + shift(), outputs.max)
+        return y
+    lse = outputs.lse
+    if shift is not None and return_lse:
+        lse = lse + shift() if out is None else lse.add_(shift())
+    return Attention(y, lse, outputs.max)
 
 
 def _check_values(a: AttentionArgs, scores: str | None) -> None:

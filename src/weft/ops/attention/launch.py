@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered, scratch
 from ..common.copies import cast_mode, copy_arguments
 from ..common.heads import LAYOUTS, NO_STRIDES, Strides, contiguous_heads
 from ..common.kv_cache import E4M3
@@ -234,8 +234,8 @@ def _coded_values(
 ) -> ValueCodes:
     counts, device = forms.counts, value.device
     shape = counts.key_heads, forms.v_dim
-    codes = torch.empty((*shape, forms.value_columns), dtype=torch.uint8, device=device)
-    scale = torch.empty((forms.sequences or counts.batch, *shape), dtype=torch.float32, device=device)
+    codes = scratch((*shape, forms.value_columns), torch.uint8, device)
+    scale = scratch((forms.sequences or counts.batch, *shape), torch.float32, device)
     _value(forms, target)(*value_kernel.tensors(value=value, codes=(codes, scale), lengths=starts))
     return ValueCodes(codes, scale, forms.value_columns)
 
@@ -262,10 +262,10 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     bound = _forward(forms, result_form, copy[2:], target)
     if to.format is not None and not to.return_plain:
         # If the kernel quantizes the result itself, it reads only y's dtype.
-        y = torch.empty((1,) if bound.fused else result.y.shape, dtype=to.dtype, device=query.device)
+        y = scratch((1,) if bound.fused else result.y.shape, to.dtype, query.device)
     tile_max = None
     if o.max is not None:
-        tile_max = torch.empty((bound.tiles, o.max.shape[0]), dtype=torch.float32, device=query.device)
+        tile_max = scratch((bound.tiles, o.max.shape[0]), torch.float32, query.device)
     codes, scales = (copy.data, copy.scale) if bound.fused else (None, None)
     values = NO_VALUE_CODES if a.values is None else _coded_values(value, starts, forms, target)
     bound.launch(
@@ -363,12 +363,12 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
     query, key, value, y, dy = map(contiguous_heads, (a.query, a.key, a.value, a.y, a.dy))
     forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
     up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))
-    lse, dlse, sinks = a.lse.contiguous(), contiguous(a.dlse), contiguous(a.sinks)
-    delta = torch.empty_like(lse)
+    lse, dlse, sinks = contiguous(a.lse), contiguous(a.dlse), contiguous(a.sinks)
+    delta = scratch(lse.shape, lse.dtype, lse.device)
     bound = _delta(forms, up, target)
     sums = None
     if o.sinks is not None:
-        sums = torch.empty((bound.tiles, o.sinks.shape[0]), dtype=torch.float32, device=lse.device)
+        sums = scratch((bound.tiles, o.sinks.shape[0]), torch.float32, lse.device)
     bound.launch(
         *delta_kernel.tensors(
             y=y, dy=dy, lse_ptr=lse, dlse_ptr=dlse, delta_ptr=delta, sinks_ptr=sinks, sink_sums_ptr=sums

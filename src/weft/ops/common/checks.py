@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ...runtime import remembered
+from ...runtime import is_transformed, overlap, overlaps_itself, remembered
 from .rows import compute_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -131,29 +131,39 @@ def check_disjoint(
         for other, tensor in [*read, *written[i + 1 :]]:
             if not _share_memory(out, tensor):
                 continue
-            same = out is tensor or (out.data_ptr(), out.numel()) == (tensor.data_ptr(), tensor.numel())
-            if not (same and tensor.is_contiguous() and other in in_place):
+            if not (other in in_place and same_elements(out, tensor)):
                 raise ValueError(
                     f"{name} shares memory with {other}, which the call uses while it writes {name}: give {name} "
                     "its own memory"
                 )
 
 
+def check_distinct(name: str, out: Tensor) -> None:
+    """Raise an error if elements of an output share memory."""
+    if overlaps_itself(out):
+        raise ValueError(f"elements of {name} share memory: pass a tensor that is not expanded")
+
+
+def same_elements(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are the same memory, read in the same way."""
+    if x is y:
+        return True
+    if torch.compiler.is_compiling() or (x.data_ptr(), x.dtype, x.numel()) != (
+        y.data_ptr(),
+        y.dtype,
+        y.numel(),
+    ):
+        return False
+    return (x.shape, x.stride()) == (y.shape, y.stride()) or (x.is_contiguous() and y.is_contiguous())
+
+
 def _share_memory(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors overlap in memory; tensors without storage never do. A compiled call computes before
     it writes, so only identical tensors count."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed():
         return x is y
-    if type(x) not in (Tensor, Parameter) or type(y) not in (Tensor, Parameter) or x.device != y.device:
-        return False
-    if x.untyped_storage()._cdata != y.untyped_storage()._cdata or not x.numel() or not y.numel():
-        return False
-    spans = []
-    for t in (x, y):
-        first = t.storage_offset() * t.itemsize
-        reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
-        spans.append((first, first + reach * t.itemsize))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    plain = type(x) in (Tensor, Parameter) and type(y) in (Tensor, Parameter) and x.device.type != "meta"
+    return plain and overlap(x, y)
 
 
 def unexpected(function: Callable[..., Any], keywords: Iterable[str], name: str = "") -> TypeError:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import quant
 from ...language import tl, triton
+from ...quant.copies import with_padding
 from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
 from ...tiles import (
     CONVERT,
@@ -143,10 +144,8 @@ def copy_arguments(copy: quant.Codes | None) -> StridedCodes:
     """Return a copy as kernel arguments."""
     if copy is None:
         return NO_CODES
-    data, stride = copy.data, copy.data.stride(0)
-    if stride > data.shape[1]:
-        data = data.as_strided((data.shape[0], stride), (stride, 1))  # kernels write the padding too
-    return StridedCodes(data, copy.scale, stride, copy.scale.stride(0), copy.scale.stride(1))
+    row, col = copy.scale.stride()
+    return StridedCodes(with_padding(copy.data), copy.scale, copy.data.stride(0), row, col)
 
 
 NO_CODES = StridedCodes(None, None, 0, 0, 0)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from ...runtime import contiguous_copy
 from .checks import whole
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
@@ -236,4 +237,4 @@ def contiguous_heads(x: Tensor) -> Tensor:
     for dim, stride in enumerate(x.stride()[:-1]):
         if stride == 0 and x.shape[dim] > 1:
             distinct = distinct.narrow(dim, 0, 1)
-    return distinct.contiguous().expand(x.shape)
+    return contiguous_copy(distinct).expand(x.shape)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...language import tl
 from ...quant import Codes, Format
+from ...runtime import scratch
 from .copies import reduce_amax
 from .results import Result, ResultOptions
 
@@ -58,9 +59,7 @@ def make_copies(
     elif f.needs_tensor_amax:  # codes need the amax of the whole tensor first
         partials = rows(None, None, True, False)
         assert partials is not None
-        scale_source = (
-            amax if amax is not None else torch.empty((), dtype=torch.float32, device=result.y.device)
-        )
+        scale_source = amax if amax is not None else scratch((), torch.float32, result.y.device)
         if result.global_scale is not None:
             scales = [result.global_scale]
         reduce_amax(partials, f, input_dtype, amax=scale_source, scales=scales)

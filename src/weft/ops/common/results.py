@@ -8,7 +8,7 @@ format needs.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,10 @@ from ...quant.formats import transposed_spec
 from ...quant.qtensor import stand_in
 from ...quant.reference import amax_reference, quantize_copies
 from ...quant.straight import wrap
-from ...runtime import Op, Present
-from .checks import FLOATS, check_disjoint, check_out_dtype, check_tensor, checked_once
+from ...runtime import Present
+from .checks import FLOATS, check_out_dtype, check_tensor, checked_once
 from .groups import NO_GROUPS, Groups, empty_slots, slots_reference
 from .rows import empty_like
-
-Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
-
 
 # ---- arguments and outputs ------------------------------------------------------------------------------
 
@@ -251,75 +248,3 @@ def result_reference(
         col = slots_reference(y.float(), f, groups, col, **copy_options)
     plain = y.to(options.dtype).view(shape) if options.return_plain else stand_in(x, shape, options.dtype)
     return Result.of(plain, (row, col), amax if options.return_amax else None)
-
-
-# ---- results in the caller's memory ---------------------------------------------------------------------
-
-
-def result_into(
-    op: Op[Any, Outputs],
-    a: Any,
-    out: Tensor | None,
-    *,
-    in_place: tuple[str, ...] = (),
-    **others: Tensor | None,
-) -> Outputs:
-    """Run an op with its result written to `out`, a tensor or a `QTensor`, and other outputs to the tensors passed by
-    name. Returns the outputs. `in_place` names the arguments whose elements the kernels read before they write the same
-    element: these may be the same tensor as an output. No other input may share memory with an output."""
-    options, expected = a.result, cast(Any, op.allocate(a))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
-        raise ValueError("out= and residual_out= are for inference: call them under torch.no_grad()")
-    result = Result(None)  # type: ignore[arg-type]
-    if out is not None and options.format is None:
-        if isinstance(out, QTensor):
-            raise ValueError(
-                f"out is a {out!r}; the result is plain: pass quantize={out.format.spec!r}, or a tensor"
-            )
-        _check_output("out", out, expected.result.y)
-        result = Result(out)
-    elif out is not None:
-        result = _result_from(out, options, expected.result)
-    for name, tensor in others.items():
-        if tensor is not None:
-            _check_output(f"{name}_out", tensor, getattr(expected, name))
-    written = [("out", t) for t in result if t is not None]
-    written += [(f"{name}_out", t) for name, t in others.items() if t is not None]
-    read = zip(op.arguments.names, op.arguments.flatten(a), strict=True)
-    check_disjoint(written, [(name, t) for name, t in read if isinstance(t, Tensor)], in_place)
-    empty: Any = op.outputs.build(*[None] * len(op.outputs.names))
-    return op.into(empty._replace(result=result, **others), a)
-
-
-def _check_output(name: str, out: Tensor, expected: Tensor) -> None:
-    check_tensor(name, out, (expected.dtype,), expected.device, expected.shape)
-    if not out.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; its strides are {out.stride()}")
-
-
-def _result_from(out: Tensor, options: ResultOptions, expected: Result) -> Result:
-    """Return the copies of the caller's QTensor as a result, checked to match the one that the op allocates."""
-    if not isinstance(out, QTensor):
-        raise ValueError(
-            f"out of a quantized result must be a QTensor in {options.format}; got {type(out).__name__}"
-        )
-    copies = (out.rowwise if options.rowwise else None, out.columnwise if options.columnwise else None)
-    has_copies = (copies[0] is not None) == options.rowwise and (copies[1] is not None) == options.columnwise
-    same = (
-        out.format.spec == options.format
-        and out.shape == expected.y.shape
-        and out.device == expected.y.device
-    )
-    if not (has_copies and same):
-        raise ValueError(
-            f"out is a {out!r}; the result is {options.format} of shape {tuple(expected.y.shape)} on "
-            f"{expected.y.device}, with "
-            f"{' and '.join(['rowwise'] * options.rowwise + ['columnwise'] * options.columnwise)}"
-        )
-    result = Result.of(expected.y, copies, None)
-    for name, actual, wanted in zip(Result._fields, result, expected, strict=True):
-        if actual is not None and wanted is not None and actual.shape != wanted.shape:
-            raise ValueError(
-                f"the {name} of out has the shape {tuple(actual.shape)}; it must be {tuple(wanted.shape)}"
-            )
-    return result

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...runtime import Capabilities, choice
+from ...runtime import Capabilities, choice, contiguous_copy
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 STRIPE = 128  # rows per program when column-wise copies are written: the longest group along M
 
@@ -47,7 +49,7 @@ def row_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
             return x, 1, merged[0][1] if merged else cols, 0
         if len(merged) == 2:
             return x, merged[1][0], merged[0][1], merged[1][1]
-    return x.contiguous(), 1, cols, 0
+    return contiguous_copy(x), 1, cols, 0
 
 
 def one_stride(x: Tensor | None) -> tuple[Tensor | None, int]:
@@ -74,12 +76,17 @@ def align_of(*sizes: int, least: int = 8) -> int:
 
 def flat_rows(x: Tensor) -> Tensor:
     """Return x as [M, K] with stride 1 along K, copied if necessary."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return flat if flat.shape[-1] <= 1 or flat.stride(1) == 1 else flat.contiguous()
+    if x.dim() != 2:
+        try:
+            x = x.view(-1, x.shape[-1])
+        except RuntimeError:
+            return contiguous_copy(x).view(-1, x.shape[-1])
+    return x if x.shape[-1] <= 1 or x.stride(1) == 1 else contiguous_copy(x)
 
 
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
+def contiguous(x: MaybeTensor) -> MaybeTensor:
+    """Return x, or a contiguous copy of it; a launch takes the copy's memory from `scratch`."""
+    return x if x is None or x.is_contiguous() else contiguous_copy(x)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...language import tl, triton
-from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel
+from ...runtime import Capabilities, Launch, capabilities_of, choice, kernel, scratch
 from .groups import NO_ENDS, GroupEnds
 from .rows import STRIPE, align_of
 from .spans import stripes_of_group
@@ -135,7 +135,7 @@ def sum_rows(x: Tensor, out: Tensor) -> None:
     runs."""
     rows, cols = x.shape
     runs = -(-rows // STRIPE)
-    sums = torch.empty((runs, cols), dtype=torch.float32, device=x.device)
+    sums = scratch((runs, cols), torch.float32, x.device)
     _sum_runs(x, sums, rows, NO_ENDS, False)
     sum_partials(sums, out)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...quant import PLAIN, Codes, Format
-from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ...runtime import Capabilities, Launch, capabilities_of, choice, scratch
 from ..common.copies import StridedCodes, cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.destination import Destination
 from ..common.passes import make_copies
-from ..common.rows import STRIPE, align_of, cpu_tile, flat_rows, tile_warps
+from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, flat_rows, tile_warps
 from ..moe.row_map.arguments import RowMapArgs, RowMapOutputs
 from ..moe.row_map.launch import MapConfig, launch_row_map
 from ..quantize.launch import quantize_into
@@ -81,7 +81,7 @@ class _Gather:
     """Passes of one call over the rows of its table."""
 
     def __init__(self, a: GatherArgs) -> None:
-        self.args, self.ids = a, a.ids.contiguous()
+        self.args, self.ids = a, contiguous(a.ids)
         self.rows, self.cols = a.table.shape
         self.target = capabilities_of(a.table.device)
         self.format = None if a.codes.data is None else Format.of(a.codes.format).stored
@@ -131,7 +131,7 @@ class _Gather:
         )
         partials = None
         if wants_amax:
-            partials = torch.empty(programs, dtype=torch.float32, device=self.ids.device)
+            partials = scratch((programs,), torch.float32, self.ids.device)
         launch(
             (programs, 1, 1),
             *gather_kernel.arguments(
@@ -183,7 +183,7 @@ def launch_gather(o: GatherOutputs, a: GatherArgs) -> None:
     else:
         call, block = _Gather(a), Format.of(a.result.format).block
         if block == "row" and call.cols > LONGEST_TILE:
-            y = torch.empty((call.ids.numel(), call.cols), dtype=torch.float32, device=call.ids.device)
+            y = scratch((call.ids.numel(), call.cols), torch.float32, call.ids.device)
             call.run(y)
             return quantize_into(o.result, a.result, y)
         make_copies(
@@ -212,14 +212,14 @@ class _Sorting:
     """Kernels that bring the rows of one call in order."""
 
     def __init__(self, a: SumRowsArgs) -> None:
-        self.args, self.ids = a, a.ids.contiguous()
+        self.args, self.ids = a, contiguous(a.ids)
         self.count = self.ids.numel()
         self.target = capabilities_of(a.x.device)
         self.block, self.warps = sort_config(self.target)
         self.grid = (-(-self.count // self.block), 1, 1)
 
     def empty(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int32, device=self.ids.device)
+        return scratch((count,), torch.int32, self.ids.device)
 
     def sorted(self) -> _Sorted:
         """Sort the ids by their rows, digit by digit. Equal ids keep their order."""
@@ -263,7 +263,7 @@ class _Sorting:
     def parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lengths of the parts that begin at each place, and where their sums go."""
         part = self.empty(self.count)
-        target = torch.empty(self.count, dtype=torch.int64, device=row.device)
+        target = scratch((self.count,), torch.int64, row.device)
         Launch.of(parts_kernel, num_warps=self.warps, BLOCK=self.block)(
             self.grid,
             *parts_kernel.arguments(
@@ -284,7 +284,7 @@ def launch_sum_rows(o: SumRowsOutputs, a: SumRowsArgs) -> None:
     part, target = call.parts(row)
     tile, at_once, warps = sum_config(cols, call.target)
     tiles, parts = -(-cols // tile), -(-count // PART)
-    partial = torch.empty((2 * parts, cols), dtype=torch.float32, device=x.device)
+    partial = scratch((2 * parts, cols), torch.float32, x.device)
     align = align_of(cols, x.stride(0))
     y = Sums(o.y, None if a.onto is None else o.y, a.rows)
     Launch.of(sum_parts_kernel, num_warps=warps, AT_ONCE=at_once, TILE=tile, ALIGN=align)(

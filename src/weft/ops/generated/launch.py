@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.passes import make_copies
 from ..common.results import Result, ResultOptions
@@ -393,7 +393,7 @@ class _Quantized:
         if wants_amax:
             height, width = bound.launch.constants["ROWS"], bound.launch.constants["COLS"]
             tiles = -(-self.rows // height) * -(-self.cols // width)
-            partials = torch.empty(tiles, dtype=torch.float32, device=self.y.device)
+            partials = scratch((tiles,), torch.float32, self.y.device)
         _start(bound, self.scalar, self.values, (amax, partials, data, scale, data_t, scale_t))
         return partials
 
@@ -410,7 +410,7 @@ def launch_quantized(
             result, options, call.rows_pass, call.stripes_pass, direct=not format.square, statistics=False
         )
         return
-    wide = torch.empty(y.shape, dtype=torch.float32, device=y.device)
+    wide = scratch(y.shape, torch.float32, y.device)
     launch_scalar(name, scalar, values, {"out": wide})
     quantize_into(result, options._replace(dtype=torch.float32), wide)
 
@@ -440,14 +440,14 @@ def _summed_first(shape: Sequence[int], out: Tensor) -> list[int]:
 def room_for(shape: Sequence[int], out: Tensor) -> Tensor:
     """Allocate an fp32 gradient of the shape that `out` was broadcast to, so that sums run over rows in memory."""
     order = _summed_first(shape, out)
-    memory = torch.empty([shape[i] for i in order], dtype=torch.float32, device=out.device)
+    memory = scratch([shape[i] for i in order], torch.float32, out.device)
     return memory.permute([order.index(i) for i in range(len(shape))])
 
 
 def sum_into(out: Tensor, gradient: Tensor) -> None:
     """Sum a gradient over the dimensions along which `out` was broadcast, in order."""
     rows = gradient.permute(_summed_first(gradient.shape, out)).view(-1, out.numel())
-    total = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    total = out if out.is_contiguous() else scratch(out.shape, out.dtype, out.device)
     sum_rows(rows, total.view(-1))
     if total is not out:
         out.copy_(total)

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from ...quant import Format
 from ...runtime import is_observed
-from ..common.checks import check_disjoint, check_out_dtype, check_tensor, no_tensor
+from ..common.checks import (
+    check_disjoint,
+    check_distinct,
+    check_out_dtype,
+    check_tensor,
+    no_tensor,
+    same_elements,
+)
 from ..common.results import Result, result_options
 from .expression import gradients, optional_in, parameters_of, trace, traced
 from .lowering import DTYPES, UNQUANTIZED, Scalar
@@ -255,25 +262,14 @@ class Pointwise:
         device = next(iter(tensors.values())).device
         for name, t, dtype in zip(self.results, out, dtypes, strict=True):
             check_tensor("out", t, (dtype,), device, tuple(self.op.scalar.shape_of(name, shape)))
-            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-                raise ValueError("elements of out share memory: pass a tensor that is not expanded")
+            check_distinct("out", t)
         in_place = not self.dims  # an op of rows reads a row again when it has written some of it
         tables = [(n, t) for n, t in zip(self.parameters, a, strict=False) if n in self.op.tables]
         read = [(n, t) for n, t in tables if t is not None] + [
-            (n, t) for n, t in tensors.items() if not (in_place and any(_same_elements(t, to) for to in out))
+            (n, t) for n, t in tensors.items() if not (in_place and any(same_elements(t, to) for to in out))
         ]
         check_disjoint([("out", t) for t in out], read)
         return self.op.into(self.op.plain(out), a)
-
-
-def _same_elements(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same memory, read in the same way."""
-    return a is b or (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-    )
 
 
 @overload

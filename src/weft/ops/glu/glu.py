@@ -43,6 +43,7 @@ from ...runtime import LATER, Backward, Gradients, Op, Present, Sharding, is_dis
 from ..common.activations import ACTIVATIONS, WITH_ALPHA, Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, real, whole
 from ..common.groups import NO_GROUPS, Groups
+from ..common.into import result_into
 from ..common.results import (
     Result,
     ResultOptions,
@@ -50,7 +51,6 @@ from ..common.results import (
     check_copies,
     check_fused_format,
     plain_result,
-    result_into,
     result_options,
 )
 from ..common.rows import empty_like

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ..common.copies import NO_CODES, cast_mode, copy_arguments, count_stripes
 from ..common.groups import NO_ENDS, GroupEnds, Groups, clear_slots, count_slots
 from ..common.passes import make_copies
@@ -209,8 +209,8 @@ class _Call:
             dy, dy_inner, *strides = row_strides(dy)
             dy_strides, nested = (strides[0], strides[1]), nested and dy_inner == inner
         if not nested:  # rows are nested in two ways: make all contiguous
-            contiguous_args = a._replace(x=a.x.contiguous(), up=None if a.up is None else a.up.contiguous())
-            self.__init__(contiguous_args, None if dy is None else dy.contiguous())  # type: ignore[misc]
+            contiguous_args = a._replace(x=contiguous(a.x), up=contiguous(a.up))
+            self.__init__(contiguous_args, contiguous(dy))  # type: ignore[misc]
             return
         self.gate, self.up, self.dy, self.probs, self.unit = x, up, dy, a.probs, unit
         self.bias = contiguous(a.bias)
@@ -220,7 +220,7 @@ class _Call:
         )  # fmt: skip
         self.groups = NO_ENDS
         if a.groups.ends is not None:
-            self.groups = GroupEnds(a.groups.ends.contiguous(), a.groups.ends.numel(), a.groups.align)
+            self.groups = GroupEnds(contiguous(a.groups.ends), a.groups.ends.numel(), a.groups.align)
         self.target = capabilities_of(x.device)
 
     def plan(
@@ -277,7 +277,7 @@ class _Glu(_Call):
         launch, unit = _forward(*self.plan(pass_)), self.unit
         partials = None
         if wants_amax:
-            partials = torch.empty(launch.grid[0], dtype=torch.float32, device=self.gate.device)
+            partials = scratch((launch.grid[0],), torch.float32, self.gate.device)
         launch(
             *glu_kernel.tensors(
                 gate=self.gate,
@@ -321,9 +321,7 @@ class _Gradient:
         row, col = result.copies(options.format)
         self.row, self.col = row if direct[0] else None, col if direct[1] else None
         self.later = direct != (options.rowwise, options.columnwise)
-        self.plain = (
-            torch.empty(result.y.shape, dtype=torch.float32, device=result.y.device) if self.later else None
-        )
+        self.plain = scratch(result.y.shape, torch.float32, result.y.device) if self.later else None
 
     def finish(self) -> None:
         """Quantize the copies that the kernel did not store; a column-wise copy from the kernel is kept."""
@@ -353,9 +351,9 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
     launch, blocks, row_programs = _cut(*call.plan(pass_))
     dprobs, dbias = o.probs, None
     if o.bias is not None:
-        dbias = torch.empty((blocks, a.x.shape[-1]), dtype=torch.float32, device=o.bias.device)
+        dbias = scratch((blocks, a.x.shape[-1]), torch.float32, o.bias.device)
     if dprobs is not None and row_programs > 1:
-        dprobs = torch.empty((row_programs, layout.rows), dtype=torch.float32, device=dprobs.device)
+        dprobs = scratch((row_programs, layout.rows), torch.float32, dprobs.device)
     row, col = copy_arguments(dx.row), copy_arguments(dx.col)
     up_row, up_col = copy_arguments(up.row), copy_arguments(up.col)
     # If only dup is wanted, the strides of its copies stand in for those of dgate.
@@ -390,7 +388,7 @@ def launch_glu_backward(o: GluBackwardOutputs, a: GluBackwardArgs) -> None:
         ),
     )
     if o.probs is not None and dprobs is not None and dprobs is not o.probs:
-        o.probs.copy_(dprobs.sum(0))
+        o.probs.copy_(torch.sum(dprobs, 0, out=scratch(dprobs.shape[1:], dprobs.dtype, dprobs.device)))
     if o.bias is not None and dbias is not None:
         if call.groups.ends is None:
             sum_partials(dbias, o.bias)

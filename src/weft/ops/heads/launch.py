@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import BoundLaunch, Capabilities, Launch, Nothing, capabilities_of, choice, remembered
+from ...runtime import (
+    BoundLaunch,
+    Capabilities,
+    Launch,
+    Nothing,
+    capabilities_of,
+    choice,
+    remembered,
+    scratch,
+)
 from ..common.copies import cast_mode
 from ..common.heads import (
     LAYOUTS,
@@ -332,8 +341,7 @@ def launch_backward(outputs: PrepareGradients, a: PrepareBackward) -> None:
         program_tiles = -(-tiles // min(tiles, target.multiprocessors * 4))
     programs = -(-tiles // program_tiles)
     partial = [
-        None if vector is None else torch.empty((programs, cut.dim), dtype=torch.float32, device=device)
-        for vector in vectors
+        None if vector is None else scratch((programs, cut.dim), torch.float32, device) for vector in vectors
     ]
     q_weight, k_weight, q_bias, k_bias = partial
     q_norm, k_norm = _norms(norm._replace(q_bias=None, k_bias=None), a.dq)

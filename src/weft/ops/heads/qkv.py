@@ -32,7 +32,7 @@ and are stored in no other form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from ...quant import Codes, Format, QTensor
 from ...runtime import LATER, Backward, Gradients, Nothing, Op, Present, Sharding, later
 from ..common.checks import FLOATS, check_input, check_tensor
 from ..common.heads import LAYOUTS, Cut, Heads, Layout, layout_of, shape_of, sizes, tokens_of
+from ..common.into import check_into, results_in, run_into
 from ..common.kv_cache import E4M3, INT8, KVCache, check_cache, check_slots
 from .angles import Rotation, check_rotation
 from .arguments import (
@@ -281,6 +282,7 @@ def qkv_prepare(
     quantize: Format | str | None = None,
     layout: Layout = "bshd",
     out_layout: Layout | None = None,
+    out: Sequence[Tensor | None] | None = None,
 ) -> QKV:
     """Split, normalize, rotate and transpose q, k, v and an optional gate for attention in one pass.
 
@@ -307,6 +309,9 @@ def qkv_prepare(
     - `quantize`: "e4m3:row" or "int8:row", for inference: q and k are `QTensor`s with one scale per token and head,
       computed from fp32, as `weft.attention` multiplies them. Keys are not smoothed: their mean over tokens is not
       known before the last one. v is not quantized, since its scales span a whole sequence.
+    - `out`: (q, k, v) or (q, k, v, gate) to write the results to, or None for a new one; not with autograd. Plain ones
+      may be slices of a longer sequence, or any other views whose heads are contiguous: streams of text and images that
+      write to one sequence need no concatenation.
 
     Returns a `QKV` of q, k, v and gate in the dtype of the input. v is None if it was not passed, gate if there is
     none. Everything is fp32 until the one rounding of each result.
@@ -354,21 +359,24 @@ def qkv_prepare(
         check_rotation(rotation, positions, qkv, cut.dim, *sizes(qkv, cut.layout)),
         cut,
     )
+    results = None if out is None else QKV(*(*out, None) if len(out) == 3 else results_in(out, *QKV._fields))
     if quantize is not None:
-        return _prepare_quantized(a, quantize, cache)
+        return _prepare_quantized(a, quantize, cache, results)
     if cache is not None:
-        return _prepare_cached(a, cache, slots)
+        return _prepare_cached(a, cache, slots, results)
     if slots is not None:
         raise ValueError("slots go with a cache=: pass one, or no slots")
-    return qkv_prepare_op(a)
+    if results is None:
+        return qkv_prepare_op(a)
+    return run_into(qkv_prepare_op, a, results._asdict(), strided=QKV._fields)
 
 
-def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
+def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None, out: QKV | None) -> QKV:
     check_cache(cache, a.x, a.cut, a.cut.packing != "apart" or a.v is not None)
     slots = check_slots(slots, a.x, a.cut.layout)
     written = cache.written
     _refuse_gradients(a, "a cache", *written)
-    outputs = _allocate(a)
+    outputs = _allocate(a) if out is None else _cached_outputs(a, out, cache)
     scales = (None, None) if cache.scaled == "token" else (cache.k_scale, cache.v_scale)
     qkv_prepare_cached_op(
         PrepareCached(*a, slots, *scales, cache.scaled, [t for t in outputs if t is not None], list(written))
@@ -376,7 +384,15 @@ def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None) -> QKV:
     return outputs
 
 
-def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None) -> QKV:
+def _cached_outputs(a: Prepare, out: QKV, cache: KVCache) -> QKV:
+    """Return the caller's tensors for the results, and new ones where there is None."""
+    caches = [("cache", t) for t in (*cache.written, cache.k_scale, cache.v_scale) if t is not None]
+    check_into(qkv_prepare_op, a, out._asdict(), strided=QKV._fields, others=caches)
+    missing = any(t is None and e for t, e in zip(out, _present(a), strict=True))
+    return QKV(*(n if t is None else t for t, n in zip(out, _allocate(a), strict=True))) if missing else out
+
+
+def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None, out: QKV | None) -> QKV:
     f = Format.of(format)
     if f not in (E4M3, INT8):
         raise ValueError(
@@ -386,13 +402,42 @@ def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None) 
     if cache is not None:
         raise ValueError("quantize= does not go with a cache: pass only one of them")
     _refuse_gradients(a, "quantize=")
-    outputs = qkv_prepare_quantized_op(PrepareQuantized(*a, f.spec))
-
-    def qtensor(codes: Tensor, scale: Tensor) -> QTensor:
-        return QTensor(codes.shape, a.x.dtype, f, Codes(codes.flatten(0, -2), scale.view(-1, 1)))
+    args = PrepareQuantized(*a, f.spec)
+    if out is not None:
+        return _quantized_into(args, f, out)
+    outputs = qkv_prepare_quantized_op(args)
 
     return QKV(
-        qtensor(outputs.q, outputs.q_scale), qtensor(outputs.k, outputs.k_scale), outputs.v, outputs.gate
+        _qtensor(args, f, outputs.q, outputs.q_scale),
+        _qtensor(args, f, outputs.k, outputs.k_scale),
+        outputs.v,
+        outputs.gate,
+    )
+
+
+def _qtensor(a: PrepareQuantized, format: Format, codes: Tensor, scale: Tensor) -> QTensor:
+    return QTensor(codes.shape, a.prepare.x.dtype, format, Codes(codes.flatten(0, -2), scale.view(-1, 1)))
+
+
+def _quantized_into(a: PrepareQuantized, format: Format, out: QKV) -> QKV:
+    """Write codes and scales of q and k to the caller's QTensors."""
+    targets: dict[str, Tensor | None] = {"v": out.v, "gate": out.gate}
+    dtype = a.prepare.x.dtype
+    for name, q in (("q", out.q), ("k", out.k)):
+        if q is None:
+            continue
+        if not isinstance(q, QTensor) or (q.spec, q.dtype) != (format.spec, dtype) or q.rowwise is None:
+            raise ValueError(f"{name} of out must be a QTensor in {format.spec}, of {dtype}; got {q!r:.120}")
+        codes, scale, _, _ = q.rowwise
+        if not (codes.is_contiguous() and scale.is_contiguous()):
+            raise ValueError(f"codes and scales of {name} of out must be contiguous")
+        targets[name], targets[f"{name}_scale"] = codes.view(q.shape), scale.view(q.shape[:-1])
+    made = run_into(qkv_prepare_quantized_op, a, targets, strided=("v", "gate"))
+    return QKV(
+        _qtensor(a, format, made.q, made.q_scale) if out.q is None else out.q,
+        _qtensor(a, format, made.k, made.k_scale) if out.k is None else out.k,
+        made.v,
+        made.gate,
     )
 
 

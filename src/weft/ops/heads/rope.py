@@ -19,6 +19,7 @@ from torch import Tensor
 from ...runtime import Backward, Op, Sharding
 from ..common.checks import check_input
 from ..common.heads import LAYOUTS, Layout, layout_of, shape_of, sizes
+from ..common.into import run_into
 from .angles import Rotation, check_rotation
 from .arguments import Rope, Rotated
 from .reference import rope_reference
@@ -63,6 +64,7 @@ def rope(
     layout: Layout = "bshd",
     out_layout: Layout | None = None,
     inverse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rotate one tensor of heads as `qkv_prepare` does.
 
@@ -73,6 +75,8 @@ def rope(
 
     - `inverse`: rotate the other way, as backward does, and write pairs where the rotation reads them.
     - `out_layout`: the layout of the result, by default that of x.
+    - `out`: write the result here; not with autograd. It may be a slice of a longer sequence, any other view whose
+      heads are contiguous, or x itself if layout and pairs stay as they are.
 
     >>> import torch, weft
     >>> x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # two tokens of one head
@@ -89,4 +93,10 @@ def rope(
     if rotation is None:
         raise ValueError("a rotation is needed: pass weft.Rotation(base) or weft.Rotation(cos=..., sin=...)")
     turning = check_rotation(rotation, positions, x, x.shape[-1], *sizes(x, in_layout))
-    return rope_op(Rope(x, turning, in_layout, result_layout, inverse)).y
+    a = Rope(x, turning, in_layout, result_layout, inverse)
+    if out is None:
+        return rope_op(a).y
+    unmoved = in_layout == result_layout and turning.style == turning.out_style
+    in_place = ("x",) if unmoved and x.stride(-1) == 1 else ()
+    run_into(rope_op, a, {"y": out}, names={"y": "out"}, in_place=in_place, strided=("y",))
+    return out

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...language import tl
-from ...runtime import Capabilities, Launch, Nothing, capabilities_of, choice
+from ...runtime import Capabilities, Launch, Nothing, capabilities_of, choice, contiguous_copy, scratch
 from .arguments import ClipArgs, ReduceArgs, ReduceOutputs
 from .kernels import multi_tensor_clip_kernel, multi_tensor_reduce_kernel, multi_tensor_total_kernel
 from .table import refuse_expanded, shared_memory, table_of
@@ -66,7 +66,7 @@ def launch_multi_tensor_reduce(o: ReduceOutputs, a: ReduceArgs) -> None:
     device = table.entries.device
     target = capabilities_of(device)
     dtype = torch.int32 if what in ("zeros", "nonfinite") else torch.float32
-    partial = torch.empty(table.chunks, dtype=dtype, device=device)
+    partial = scratch((table.chunks,), dtype, device)
     for segment in table.segments:
         _reduce_launch(segment.dtype, what, target)(
             (segment.chunks, 1, 1),
@@ -92,7 +92,9 @@ def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
     address = norm.data_ptr()
     index = bisect_right(begins, address) - 1
     if index >= 0 and address < ends[index]:
-        norm = norm.clone()  # it lies inside a tensor to be scaled, so programs could read it after scaling
+        norm = contiguous_copy(
+            norm
+        )  # it lies inside a tensor to be scaled, so programs could read it after scaling
     target = capabilities_of(table.entries.device)
     for segment in table.segments:
         _clip_launch(segment.dtype, target)(

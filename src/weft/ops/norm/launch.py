@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ...runtime import (
+    BoundLaunch,
+    Capabilities,
+    Launch,
+    capabilities_of,
+    choice,
+    contiguous_copy,
+    remembered,
+    scratch,
+)
 from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ..common.passes import make_copies
 from ..common.rows import STRIPE, align_of, contiguous, cpu_tile, one_stride, row_strides, tile_warps
@@ -142,7 +151,7 @@ def _operands_and_layout(a: NormArgs) -> tuple[_Operands, _Layout]:
         scale, scale_stride = one_stride(scale)
         shift, shift_stride = one_stride(shift)
         if scale is not None and shift is not None and scale_stride != shift_stride:
-            scale, shift = scale.contiguous(), shift.contiguous()
+            scale, shift = contiguous(scale), contiguous(shift)
         either = scale if scale is not None else shift
         assert either is not None
         modulation_stride, rows_per_sample = either.stride(0), rows // either.shape[0]
@@ -255,7 +264,7 @@ class _Quantized:
         make_copies(self.o.result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def _empty(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.float32, device=self.operands.x.device)
+        return scratch((count,), torch.float32, self.operands.x.device)
 
     def _copy_overwritten(self) -> None:
         """Copy the terms that the first pass would overwrite with the rounded h, since later passes add them again."""
@@ -263,8 +272,8 @@ class _Quantized:
         assert h is not None
         assert residual is not None
         self.operands = self.operands._replace(
-            x=x.clone() if x.data_ptr() == h.data_ptr() else x,
-            residual=residual.clone() if residual.data_ptr() == h.data_ptr() else residual,
+            x=contiguous_copy(x) if x.data_ptr() == h.data_ptr() else x,
+            residual=contiguous_copy(residual) if residual.data_ptr() == h.data_ptr() else residual,
         )
 
     def _read_h(self) -> None:
@@ -422,8 +431,8 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     h, inner, h_outer, h_inner = row_strides(a.h)
     dy, dy_nest, dy_outer, dy_inner = row_strides(a.dy)
     if inner != dy_nest:  # rows are nested in two ways: make both contiguous
-        h, inner, h_outer, h_inner = row_strides(h.contiguous())
-        dy, _, dy_outer, dy_inner = row_strides(dy.contiguous())
+        h, inner, h_outer, h_inner = row_strides(contiguous(h))
+        dy, _, dy_outer, dy_inner = row_strides(contiguous(dy))
     cols = h.shape[-1]
     rows = h.numel() // cols
     dresidual, dresidual_stride = one_stride(a.dresidual)
@@ -452,7 +461,7 @@ def launch_norm_backward(o: NormGradients, a: NormBackwardArgs) -> None:
     )
 
     def partial(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else torch.empty((count, cols), dtype=torch.float32, device=h.device)
+        return None if grad is None else scratch((count, cols), torch.float32, h.device)
 
     sums = NormGradients(
         o.x,

@@ -44,7 +44,8 @@ from ..common.checks import (
     real,
     unexpected,
 )
-from ..common.results import allocate_result, result_into, result_options
+from ..common.into import result_into
+from ..common.results import allocate_result, result_options
 from ..common.rows import count_rows, empty_like, empty_where
 from .arguments import NormArgs, NormBackwardArgs, NormGradients, NormOutputs
 from .reference import norm_backward_reference, norm_reference

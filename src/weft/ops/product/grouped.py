@@ -29,8 +29,9 @@ from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import Act
 from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, dtypes_beside, whole
 from ..common.groups import Groups, group_spans
+from ..common.into import result_into
 from ..common.quantized import register_codes
-from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
+from ..common.results import allocate_result, plain_result, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..moe.row_map.arguments import RowMap

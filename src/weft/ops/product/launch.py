@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, is_recording, remembered
+from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, is_recording, remembered, scratch
 from ..common.copies import NO_CODES, cast_mode, copy_arguments
 from ..common.results import Result, ResultOptions
-from ..common.rows import align_of
+from ..common.rows import align_of, contiguous
 from ..quantize.launch import quantize_into
 from .arguments import GroupedArgs, MatmulArgs, ProductOutputs, WgradArgs
 from .checks import has_slots
@@ -180,7 +180,7 @@ def _operand(x: Tensor, codes: Codes, descriptors: bool) -> _Operand:
     if data is None:
         row_stride, k_stride = x.stride()[-2:]
         if k_stride != 1 and row_stride != 1 and x.shape[-1] > 1 and x.shape[-2] > 1:
-            x = x.contiguous()
+            x = contiguous(x)
         aligned = descriptors and x.data_ptr() % 16 == 0
         return _Operand((x, None, None), _Layout(x.dtype, x.shape, x.stride(), aligned=aligned))
     aligned = descriptors and data.data_ptr() % 16 == 0
@@ -211,9 +211,9 @@ def launch_matmul(o: ProductOutputs, a: MatmulArgs) -> None:
     residual, residual_strides = a.residual, None
     if residual is not None:
         if residual.stride(-1) != 1 and n > 1:
-            residual = residual.contiguous()
+            residual = contiguous(residual)
         residual_strides = residual.stride(-2), residual.stride(0) if residual.dim() == 3 else 0
-    bias = None if a.bias is None else a.bias.contiguous()
+    bias = contiguous(a.bias)
     descriptors = _uses_descriptors(m, target)
     _launch(
         o.result,
@@ -236,7 +236,7 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
     groups, n, k = a.w.shape
     rows, slot_of_row, gather = a.x.shape[0], a.slot_of_row, (1, 0)
     if slot_of_row is not None:
-        rows, slot_of_row, gather = slot_of_row.shape[0], slot_of_row.contiguous(), (a.slots, rows)
+        rows, slot_of_row, gather = slot_of_row.shape[0], contiguous(slot_of_row), (a.slots, rows)
     descriptors = _uses_descriptors(rows, target)
     _launch(
         o.result,
@@ -248,8 +248,8 @@ def launch_grouped(o: ProductOutputs, a: GroupedArgs) -> None:
             groups=groups, group_align=a.align, gather=gather, gathers=slot_of_row is not None,
         ),
         target,
-        finish=(None if a.bias is None else a.bias.contiguous(), None, None, 1.0),
-        ends=a.ends.contiguous(),
+        finish=(contiguous(a.bias), None, None, 1.0),
+        ends=contiguous(a.ends),
         slot_of_row=slot_of_row,
     )  # fmt: skip
 
@@ -260,7 +260,7 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
     if not o.result.y.numel() or _ran_elsewhere(o, a, target):
         return
     groups, (rows, n), k = a.ends.shape[0], a.dy.shape, a.x.shape[1]
-    addend = None if a.addend is None else a.addend.contiguous()
+    addend = contiguous(a.addend)
     slots = any(has_slots(codes, rows, groups) for codes in (a.dy_codes, a.x_codes))
     descriptors = _uses_descriptors(n, target)
     _launch(
@@ -274,7 +274,7 @@ def launch_wgrad(o: ProductOutputs, a: WgradArgs) -> None:
         ),
         target,
         finish=(None, addend, None, 1.0),
-        ends=a.ends.contiguous(),
+        ends=contiguous(a.ends),
     )  # fmt: skip
 
 
@@ -304,12 +304,10 @@ def _launch(
     plan = _planned(a.layout, b.layout, p, options.dtype, format, copy[2:], target)
     if options.format is not None and not options.return_plain:
         # If the kernel stores the codes itself, only y's dtype is used.
-        y = torch.empty(
-            (1,) if plan.quantizes else (p.batch * p.m, p.n), dtype=options.dtype, device=y.device
-        )
+        y = scratch((1,) if plan.quantizes else (p.batch * p.m, p.n), options.dtype, y.device)
     partial = None
     if plan.finish is not None:
-        partial = torch.empty(plan.partial, dtype=plan.sums, device=y.device)
+        partial = scratch(plan.partial, plan.sums, y.device)
     tensors: dict[str, Any] = {
         "a": a.tensors,
         "b": b.tensors,

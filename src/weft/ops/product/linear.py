@@ -28,7 +28,8 @@ from ...quant.straight import stand_in_for
 from ...runtime import autocasted, is_distributed, is_transformed, plain_gradient
 from ..common.checks import FLOATS, check_input, check_tensor, main_grad_of
 from ..common.groups import NO_GROUPS, Groups
-from ..common.results import ResultOptions, plain_result, result_into
+from ..common.into import result_into
+from ..common.results import ResultOptions, plain_result
 from ..common.rows import compute_dtype
 from ..quantize.arguments import QuantizeArgs
 from ..quantize.quantize import quantize_op

@@ -37,8 +37,9 @@ from ...quant.straight import stand_in_for
 from ...runtime import Backward, Gradients, Op, Present
 from ..common.activations import ACTIVATIONS, Act, activation_reference
 from ..common.checks import FLOATS, check_input, check_tensor, dtypes_beside, real
+from ..common.into import result_into
 from ..common.quantized import register, register_codes
-from ..common.results import allocate_result, plain_result, result_into, result_options, result_reference
+from ..common.results import allocate_result, plain_result, result_options, result_reference
 from ..common.rows import compute_dtype
 from ..glu.glu import glu_backward
 from ..quantize.quantize import dequantize_codes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ...runtime import Capabilities, Launch, capabilities_of, choice, scratch
 from ..common.copies import (
     StridedCodes,
     StripeConfig,
@@ -64,7 +64,11 @@ class _Quantize:
         }
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+        return scratch(shape, torch.float32, self.x.device)
+
+    def amax(self, partials: Tensor) -> Tensor:
+        """Return the largest of the partials of each row or column."""
+        return torch.amax(partials, 0, out=self.empty(partials.shape[1]))
 
     @property
     def stripes(self) -> int:
@@ -131,7 +135,8 @@ class _Quantize:
                     x_stride=x.stride(0),
                 ),
             )
-            row_amax, col_amax = None if row_partials is None else row_partials.amax(0), col_partials.amax(0)
+            row_amax = None if row_partials is None else self.amax(row_partials)
+            col_amax = self.amax(col_partials)
         partials = self.empty(stripes * tiles) if wants_amax else None
         launch = Launch.of(quantize_stripe_kernel, num_warps=warps, **self.constants, **shape)
         launch(

@@ -37,6 +37,7 @@ from ...runtime import (
     place_like,
 )
 from ..common.checks import FLOATS, check_input, check_tensor, whole
+from ..common.into import result_into, results_in, run_into
 from ..common.results import ResultOptions, allocate_result, check_copies
 from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
 from .reference import quantize_reference
@@ -131,6 +132,7 @@ class CopyOptions(TypedDict, total=False):
     columnwise: bool
     scale: Tensor | None
     seed: int | None
+    out: QTensor | tuple[QTensor | None, Tensor | None] | None
 
 
 @overload
@@ -164,6 +166,7 @@ def quantize(
     scale: Tensor | None = None,
     return_amax: bool = False,
     seed: int | None = None,
+    out: QTensor | tuple[QTensor | None, Tensor | None] | None = None,
 ) -> QTensor | tuple[QTensor, Tensor]:
     """Quantize a tensor to a `QTensor`.
 
@@ -178,6 +181,8 @@ def quantize(
     - `return_amax`: also return the largest |x|, an fp32 scalar on the device, for delayed scaling:
       `weft.scale_from_amax` turns it into the next `scale`. It is the amax of x itself even if a copy is rotated.
     - `seed`: round stochastically; equal seeds give equal bytes. Integer elements do not support it.
+    - `out`: a QTensor of this format, shape and dtype to write the codes and scales to, such as `torch.empty_like(q)`;
+      not with autograd. With `return_amax`, a pair of it and an fp32 scalar, each of which may be None for a new one.
 
     In the default convention (`te`) a block with an Inf gets scale 1, and the Inf becomes the largest code, ±448 in
     e4m3: the result is finite, but the block's other elements are rounded with an unsuitable scale. NaN stays NaN,
@@ -214,24 +219,47 @@ def quantize(
             f"seed needs float elements and a value from 0 to 2**62 - 1; got {seed} for {f.element}"
         )
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
-    result = quantize_op(QuantizeArgs(x, options, seed)).result
-    q = result.quantized(f.spec)
+    args = QuantizeArgs(x, options, seed)
+    result = (quantize_op(args) if out is None else result_into(quantize_op, args, out)).result
+    into = None if out is None else results_in(out, "q", "amax")[0]
+    q = result.quantized(f.spec) if into is None else into
     return q if result.amax is None else (q, result.amax)
 
 
-def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """Dequantize a `QTensor`: codes times scales in fp32, rounded once.
 
     q: a `QTensor`; its row-wise copy is read if there is one. dtype: that of the result, by default q's own. The
-    gradient passes straight through.
+    gradient passes straight through. out: a contiguous tensor to write the result to; not with autograd.
 
     >>> import torch, weft
     >>> weft.dequantize(weft.quantize(torch.ones(2, 128), "row")).sum()
     tensor(256.)
     """
+    if out is not None:
+        return _dequantize_into(q, dtype, out)
     if is_distributed(q):
         shard = local_of(q)
         return place_like(dequantize(shard, dtype), q)  # type: ignore[arg-type]
     if not isinstance(q, QTensor):
         raise TypeError(f"dequantize takes a QTensor; got {type(q).__name__}")
     return q.dequantize(dtype)
+
+
+def _dequantize_into(q: QTensor, dtype: torch.dtype | None, out: Tensor) -> Tensor:
+    if not isinstance(q, QTensor):
+        raise TypeError(f"dequantize with out= takes a QTensor of this rank; got {type(q).__name__}")
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise ValueError("out= is for inference: call this under torch.no_grad()")
+    check_tensor("out", out, (dtype or q.dtype,), q.device, tuple(q.shape))
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous; its strides are {out.stride()}")
+    codes = q.rowwise
+    if (
+        codes is None or q.format.hadamard == "rowwise" or not q.numel()
+    ):  # transposed or rotated: decoded in steps
+        return out.copy_(q.dequantize(dtype))
+    rows = codes.data.shape[0]
+    args = DequantizeArgs(*codes, q.numel() // rows, out.dtype)
+    run_into(dequantize_op, args, {"values": out.view(rows, -1)}, names={"values": "out"})
+    return out

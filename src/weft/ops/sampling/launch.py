@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ...runtime import Capabilities, Launch, capabilities_of, choice, scratch
 from ..common.rows import align_of, contiguous, flat_rows
 from .arguments import SampleArgs, Sampled, TopK, TopKArgs
 from .draw_kernels import Partial, Requests, draw_kernel, join_draws_kernel
@@ -52,7 +52,7 @@ def largest_columns(
         tile, warps = select_config(count, k, target)
         tiles = -(-count // tile)
         kept = min(k, tile)
-        columns = torch.empty((rows, tiles * kept), dtype=torch.int32, device=x.device)
+        columns = scratch((rows, tiles * kept), torch.int32, x.device)
         launch = Launch.of(
             select_kernel,
             num_warps=warps,
@@ -143,9 +143,9 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
     constants = {"TILE": tile, "ALIGN": align_of(cols, x.stride(0))}
     results = {"token_ptr": o.tokens, "logprob_ptr": o.logprobs, "lse_ptr": o.lse}
     few = 1 if tiles == 1 else 8 if tiles <= 8 else max(_power_of_two(tiles), 32)
-    of_tiles = torch.empty((4, rows, tiles), dtype=torch.float32, device=x.device)
+    of_tiles = scratch((4, rows, tiles), torch.float32, x.device)
     if not a.limited:
-        token = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
+        token = scratch((rows, tiles), torch.int32, x.device)
         largest, total, score, z = of_tiles
         partial = Partial(largest, total, score, z, token)
         Launch.of(draw_kernel, num_warps=warps, **constants)(
@@ -156,8 +156,8 @@ def launch_sample(o: Sampled, a: SampleArgs) -> None:
         )
         return
     width = tiles * KEPT
-    token, value = torch.empty((2, rows, width), dtype=torch.int32, device=x.device)
-    tokens, values = torch.empty((2, rows, ROOM), dtype=torch.int32, device=x.device)
+    token, value = scratch((2, rows, width), torch.int32, x.device)
+    tokens, values = scratch((2, rows, ROOM), torch.int32, x.device)
     largest, total, smallest, floor = of_tiles
     candidates = Candidates(
         token, value.view(torch.float32), width, largest, total, smallest, floor.view(torch.int32)

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ....runtime import Op
-from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, real, whole
+from ...common.checks import FLOATS, INTEGERS, check_input, check_tensor, is_tensor, real, whole
+from ...common.into import results_in, run_into
 from ...common.kv_cache import LATENT_ROW, KVCache
 from ...common.rows import compute_dtype
 from ..attention import Attention
@@ -73,6 +74,7 @@ def attention_decode(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    out: Tensor | Attention | None = ...,
 ) -> Tensor: ...
 
 
@@ -88,6 +90,7 @@ def attention_decode(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     return_lse: bool = ...,
+    out: Tensor | Attention | None = ...,
 ) -> Tensor | Attention: ...
 
 
@@ -102,6 +105,7 @@ def attention_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | Attention | None = None,
 ) -> Tensor | Attention:
     """Attend from the last tokens of sequences to a paged cache, as `qkv_prepare(cache=...)` fills it.
 
@@ -118,6 +122,8 @@ def attention_decode(
       or less gives zeros; one whose length exceeds the capacity of its pages gives NaN.
     - `window`: how many keys before its own a query sees. `scale`, `softcap`, `sinks`: as in `attention`.
     - `return_lse`: return `Attention(out, lse, None)`; lse is fp32 [sequences, heads] or [sequences, heads, queries].
+    - `out`: write the result to this contiguous tensor; not with autograd. With `return_lse`, an `Attention` whose lse
+      has the strides of a returned one, or is None for a new one.
 
     Lengths and pages stay on the device, so one CUDA graph serves all of them. The bits of a sequence depend neither on
     other sequences nor on where its pages lie. Not differentiable.
@@ -132,7 +138,7 @@ def attention_decode(
     if isinstance(cache, KVCache) and v is None:
         raise ValueError("the cache has no v. For a cache of latents, call mla_decode")
     v_dim = 0 if v is None else v.shape[-1]
-    return _decode(query, cache, page_table, lengths, scale, window, softcap, sinks, return_lse, v_dim)
+    return _decode(query, cache, page_table, lengths, scale, window, softcap, sinks, return_lse, v_dim, out)
 
 
 def mla_decode(
@@ -143,6 +149,7 @@ def mla_decode(
     lengths: Tensor,
     scale: float,
     return_lse: bool = False,
+    out: Tensor | Attention | None = None,
 ) -> Tensor | Attention:
     """Attend to a cache of latents (DeepSeek): all heads share one row of 576 elements as key, and its first 512 as
     value.
@@ -155,6 +162,7 @@ def mla_decode(
     - `scale` has no default: it is the scale of the heads before absorption, 192 ** -0.5 times YaRN's factor, not
       576 ** -0.5.
     - `return_lse`: also return the lse of each query and head, as `attention_decode` does.
+    - `out`: as in `attention_decode`.
 
     >>> import torch, weft
     >>> cache = weft.KVCache(torch.randn(4, 64, 1, 576))
@@ -170,12 +178,12 @@ def mla_decode(
                 f"a cache of latents is [pages, page_size, 1, {_LATENT}], or FlashMLA's rows in uint8 "
                 f"[pages, page_size, 1, {LATENT_ROW}]; got {cache.k.dtype} {tuple(cache.k.shape)}"
             )
-    return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, 512)
+    return _decode(query, cache, page_table, lengths, scale, None, None, None, return_lse, 512, out)
 
 
 def _decode(
     query: Tensor, cache: KVCache, page_table: Tensor, lengths: Tensor, scale: float | None, window: int | None,
-    softcap: float | None, sinks: Tensor | None, return_lse: bool, v_dim: int,
+    softcap: float | None, sinks: Tensor | None, return_lse: bool, v_dim: int, out: Tensor | Attention | None,
 ) -> Tensor | Attention:  # fmt: skip
     check_input("query", query)
     if not isinstance(cache, KVCache):
@@ -222,14 +230,43 @@ def _decode(
     if softcap is not None and not 0.0 < cap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
     left = None if window is None else whole("window", window, 0)
-    outputs = attention_decode_op(
-        DecodeArgs(
-            q, k, v, cache.k_scale, cache.v_scale, page_table, lengths.contiguous(), sinks, factor, cap, left, v_dim
-        )
+    args = DecodeArgs(
+        q, k, v, cache.k_scale, cache.v_scale, page_table, lengths.contiguous(), sinks, factor, cap, left, v_dim
     )  # fmt: skip
-    y, lse = outputs
+    if out is not None:
+        return _decode_into(args, out, query.dim() == 3, return_lse)
+    y, lse = attention_decode_op(args)
     if query.dim() == 3:
         y, lse = y[:, 0], lse[:, 0]
     elif return_lse:
         lse = lse.transpose(1, 2)
+    return Attention(y, lse, None) if return_lse else y
+
+
+def _decode_into(
+    a: DecodeArgs, out: Tensor | Attention, single: bool, return_lse: bool
+) -> Tensor | Attention:
+    """Decode into the caller's tensors; `single`: they have no dimension of queries."""
+    y, lse, largest = results_in(out, *Attention._fields)
+    if largest is not None or (lse is not None and not return_lse):
+        raise ValueError(
+            "out has results that this call does not return: pass None for max, and for lse without return_lse"
+        )
+    dims = 3 if single else 4
+    for name, t, wanted in (("out", y, dims), ("lse of out", lse, dims - 1)):
+        if t is not None and (not is_tensor(t) or t.dim() != wanted):
+            raise ValueError(
+                f"{name} must be a tensor of {wanted} dimensions, like the result; got {t!r:.80}"
+            )
+    targets = {
+        "y": y if y is None or not single else y[:, None],
+        "lse": lse if lse is None else lse[:, None] if single else lse.transpose(1, 2),
+    }
+    names = {"y": "out", "lse": "lse of out"}
+    dropped = () if return_lse else ("lse",)
+    made = run_into(attention_decode_op, a, targets, names=names, dropped=dropped)
+    if y is None:
+        y = made.y[:, 0] if single else made.y
+    if lse is None and return_lse:
+        lse = made.lse[:, 0] if single else made.lse.transpose(1, 2)
     return Attention(y, lse, None) if return_lse else y

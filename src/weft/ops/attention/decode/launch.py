@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ....quant import Format
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ...common.checks import FLOATS
 from ...common.heads import Strides, contiguous_heads
 from ...common.kv_cache import E4M3, kept_strides
@@ -147,8 +147,8 @@ def launch_attention_decode(o: DecodeOutputs, a: DecodeArgs) -> None:
     plan = _planned(Forms.of(a, query), capabilities_of(query.device))
     y, lse = o.y, o.lse
     if plan.join is not None:
-        y = torch.empty((plan.parts, *o.y.shape), dtype=torch.float32, device=query.device)
-        lse = torch.empty((plan.parts, *o.lse.shape), dtype=torch.float32, device=query.device)
+        y = scratch((plan.parts, *o.y.shape), torch.float32, query.device)
+        lse = scratch((plan.parts, *o.lse.shape), torch.float32, query.device)
     sinks = contiguous(a.sinks)
     caches = (x if x is None or x.dtype in FLOATS else x.view(torch.uint8) for x in (k, v))
     k_bytes, v_bytes = caches

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ...common.rows import align_of, contiguous, row_strides, scan_config
 from ..join import CAPPED, launch_join
 from ..reduction import LossOptions
@@ -106,7 +106,7 @@ def _launch_rows(
     a: CrossEntropyArgs | StatisticsArgs, loss: LossOptions | None, **outputs: Tensor | None
 ) -> None:
     """Read the logits once and compute losses, or, if `loss` is None, the statistics of a shard."""
-    softmax, target = a.softmax, a.target.contiguous()
+    softmax, target = a.softmax, contiguous(a.target)
     logits, *strides = row_strides(a.logits)
     _rows_launch(
         target.numel(),
@@ -168,7 +168,7 @@ def launch_cross_entropy_backward(o: LogitsGradient, a: CrossEntropyBackwardArgs
     """Write the gradient, in place if `o` holds the logits themselves."""
     inplace = o.logits is a.logits
     softmax, capabilities = a.softmax, capabilities_of(a.logits.device)
-    target = a.target.contiguous()
+    target = contiguous(a.target)
     logits, inner, outer_stride, inner_stride = row_strides(a.logits)
     rows, cols, element = target.numel(), logits.shape[-1], logits.element_size()
     dloss, dloss_stride = _per_row(a.dloss)
@@ -227,9 +227,9 @@ def launch_cross_entropy(o: CrossEntropyOutputs, a: CrossEntropyArgs) -> None:
     losses, hits, shares = o.loss, o.accuracy, None
     reduced = a.loss.reduction != "none"
     if reduced:
-        losses = torch.empty(rows, dtype=torch.float32, device=device)
-        hits = None if o.accuracy is None else torch.empty_like(losses)
-        shares = None if o.inverse is None else torch.empty_like(losses)
+        losses = scratch((rows,), torch.float32, device)
+        hits = None if o.accuracy is None else scratch((rows,), torch.float32, device)
+        shares = None if o.inverse is None else scratch((rows,), torch.float32, device)
     _launch_rows(
         a,
         a.loss,
@@ -261,4 +261,4 @@ def launch_cross_entropy_statistics(o: Statistics, a: StatisticsArgs) -> None:
 
 
 def launch_sharded_logprobs(o: TokenResults, a: ShardedArgs) -> None:
-    launch_join(o, a.stats.contiguous(), a.target.contiguous(), None, a.softmax, a.wanted)
+    launch_join(o, contiguous(a.stats), contiguous(a.target), None, a.softmax, a.wanted)

@@ -7,7 +7,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import (
+    BoundLaunch,
+    Capabilities,
+    Launch,
+    capabilities_of,
+    choice,
+    contiguous_copy,
+    remembered,
+    scratch,
+)
 from ...common.rows import align_of, contiguous, flat_rows, scan_config
 from ..join import CAPPED, DRAWN, join_config, launch_join
 from ..statistics import Softmax, Statistics, TokenResults, Wanted
@@ -17,7 +26,7 @@ from .arguments import (
     LinearLogprobsArgs,
     LinearLogprobsOutputs,
     LinearStatisticsArgs,
-    new_order,
+    order_shape,
 )
 from .draws import Listed
 from .kernels import (
@@ -88,7 +97,7 @@ class Operands:
         of_weight = align_of(self.cols, weight_stride, least=least)
         # The tile, and so the bits of a token's results, must not depend on the layout of the hidden states.
         if self.whole and of_weight > 1 and align_of(self.hidden.stride(0), least=least) == 1:
-            self.hidden = self.hidden.clone(memory_format=torch.contiguous_format)
+            self.hidden = contiguous_copy(self.hidden)
         self.strides = self.hidden.stride(0), weight_stride
         self.align = align_of(of_weight, self.strides[0], least=least)
 
@@ -102,7 +111,7 @@ class Operands:
         return supported and all(t.data_ptr() % 16 == 0 for t in tensors)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.hidden.device)
+        return scratch(shape, dtype, self.hidden.device)
 
 
 def _span(vocab: int, tile: int, target: Capabilities) -> tuple[int, int]:
@@ -242,7 +251,7 @@ def _launch_labeled(
     o: TokenResults | Statistics, order: Tensor, a: LinearStatisticsArgs | LinearLogprobsArgs
 ) -> None:
     """Order the tokens, and launch the products of those with a target."""
-    target = a.target.contiguous()
+    target = contiguous(a.target)
     _launch_order(order, target, a.softmax)
     choice = Choice(target, order, contiguous(a.classes))
     stats, _ = launch_splits(Operands(a.hidden, a.weight, a.bias), choice, a.softmax, a.wanted)
@@ -286,7 +295,7 @@ class _Backward:
         launch(
             (-(-x.rows // rows), 1, 1),
             *linear_factors_kernel.arguments(
-                target_ptr=a.target.contiguous(),
+                target_ptr=contiguous(a.target),
                 order_ptr=a.order,
                 largest_ptr=a.largest,
                 total_ptr=a.total,
@@ -455,13 +464,14 @@ def launch_linear_logprobs_backward(o: HeadGradients, a: LinearBackwardArgs) -> 
 
 
 def launch_linear_statistics(o: Statistics, a: LinearStatisticsArgs) -> None:
-    _launch_labeled(o, new_order(a.target), a)
+    order = scratch(order_shape(a.target), torch.int32, a.target.device)
+    _launch_labeled(o, order, a)
 
 
 def launch_linear_logprobs(o: LinearLogprobsOutputs, a: LinearLogprobsArgs) -> None:
     if a.stats is None:
         _launch_labeled(o.tokens, o.order, a)
     else:
-        target = a.target.contiguous()
+        target = contiguous(a.target)
         _launch_order(o.order, target, a.softmax)
-        launch_join(o.tokens, a.stats.contiguous(), target, None, a.softmax, a.wanted)
+        launch_join(o.tokens, contiguous(a.stats), target, None, a.softmax, a.wanted)

@@ -56,7 +56,7 @@ from .arguments import (
     LinearLogprobsArgs,
     LinearLogprobsOutputs,
     LinearStatisticsArgs,
-    new_order,
+    order_shape,
 )
 from .reference import (
     linear_logprobs_backward_reference,
@@ -123,7 +123,9 @@ class LinearLogprobsOp(
 
     def allocate(self, a: LinearLogprobsArgs) -> LinearLogprobsOutputs:
         tokens = TokenResults.allocate(a.target, compute_dtype(a.hidden), a.wanted)
-        return LinearLogprobsOutputs(tokens, new_order(a.target))
+        return LinearLogprobsOutputs(
+            tokens, torch.empty(order_shape(a.target), dtype=torch.int32, device=a.target.device)
+        )
 
     def present(self, a: LinearLogprobsArgs) -> Present:
         return TokenResults.present(a.wanted), True

@@ -249,7 +249,7 @@ def _permute_by_stripes(o: PermuteOutputs, a: PermuteArgs) -> None:
 
 def launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -> None:
     tokens, row_count, slots = _sizes(a.map)
-    dy, probs = flat_rows(a.dy), a.probs.contiguous()
+    dy, probs = flat_rows(a.dy), contiguous(a.probs)
     cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
     if o.probs is not None:
         rows, scale, strides = _source(a.rows, a.codes)

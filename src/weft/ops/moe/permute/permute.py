@@ -27,6 +27,7 @@ from ....quant.copies import check_codes
 from ....quant.straight import take_apart
 from ....runtime import LATER, Backward, Gradients, Op, Present, later, local_rows
 from ...common.checks import FLOATS, check_input, check_tensor
+from ...common.into import result_into, results_in, run_into
 from ...common.quantized import register_codes, rowwise_codes
 from ...common.results import ResultOptions, allocate_result, plain_result, result_options
 from ..row_map.arguments import RowMap
@@ -252,11 +253,20 @@ def _split_codes(x: Tensor) -> tuple[Tensor, Codes]:
 
 
 @overload
-def permute(x: Rows, rows: RowMap, probs: None = None, *, quantize: None = None) -> Rows: ...
+def permute(
+    x: Rows, rows: RowMap, probs: None = None, *, quantize: None = None, out: Rows | None = None
+) -> Rows: ...
 
 
 @overload
-def permute(x: Rows, rows: RowMap, probs: Tensor, *, quantize: None = None) -> tuple[Rows, Tensor]: ...
+def permute(
+    x: Rows,
+    rows: RowMap,
+    probs: Tensor,
+    *,
+    quantize: None = None,
+    out: tuple[Rows | None, Tensor | None] | None = None,
+) -> tuple[Rows, Tensor]: ...
 
 
 @overload
@@ -268,6 +278,7 @@ def permute(
     quantize: Format | str,
     rowwise: bool = True,
     columnwise: bool = False,
+    out: QTensor | None = None,
 ) -> QTensor: ...
 
 
@@ -280,6 +291,7 @@ def permute(
     quantize: Format | str,
     rowwise: bool = True,
     columnwise: bool = False,
+    out: tuple[QTensor | None, Tensor | None] | None = None,
 ) -> tuple[QTensor, Tensor]: ...
 
 
@@ -291,6 +303,7 @@ def permute(
     quantize: Format | str | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Copy each token's row once per expert of the token, sorted by expert: `y[r] = x[token of row r]`.
 
@@ -304,6 +317,8 @@ def permute(
     - `quantize`: a format with blocks 1x128, mx or row; y is then a `QTensor` with the bytes of `quantize(y)`.
       `rowwise` and `columnwise` select its copies. `columnwise` is for 1x128 and mx, and needs an `align` that is a
       multiple of the block's length, so that no block has rows of two experts.
+    - `out`: write y to this contiguous tensor or `QTensor`; not with autograd. With `probs` a pair of y and the
+      probabilities, each of which may be None for a new one.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
@@ -329,8 +344,15 @@ def permute(
         )
     else:
         options = ResultOptions(plain.dtype, codes.format, True, False, None, False)
-    o = permute_op(PermuteArgs(plain, codes, probs, rows, options))
-    y = o.result.value(options)
+    args = PermuteArgs(plain, codes, probs, rows, options)
+    into, row_probs = None, None
+    if out is None:
+        o = permute_op(args)
+    else:
+        into, *more = results_in(out, "y", *["row_probs"] * (probs is not None))
+        row_probs = more[0] if more else None
+        o = result_into(permute_op, args, into, row_probs=row_probs)
+    y = o.result.value(options) if into is None else into
     return y if o.row_probs is None else (y, o.row_probs)
 
 
@@ -348,17 +370,29 @@ def _check_format(f: Format, columnwise: bool, align: int) -> None:
 
 
 @overload
-def unpermute(y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: None = None) -> Tensor: ...
+def unpermute(
+    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: None = None, out: Tensor | None = None
+) -> Tensor: ...
 
 
 @overload
 def unpermute(
-    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor
+    y: Tensor,
+    rows: RowMap,
+    probs: Tensor | None = None,
+    *,
+    carried: Tensor,
+    out: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def unpermute(
-    y: Tensor, rows: RowMap, probs: Tensor | None = None, *, carried: Tensor | None = None
+    y: Tensor,
+    rows: RowMap,
+    probs: Tensor | None = None,
+    *,
+    carried: Tensor | None = None,
+    out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sum the rows of each token's experts: `x[t] = sum over j of probs[t, j] * y[row of slot j of t]`.
 
@@ -367,7 +401,8 @@ def unpermute(
     y: [rows, K] in bf16, fp16 or fp32, or a `QTensor` with blocks 1x128, mx or row. rows: the map of `row_map` that
     `permute` used. Without `probs` all are 1. The sum is in fp32, in the order of the slots, rounded once to y's
     dtype: the same bits every run. Returns x [..., K], and with `carried` [rows] also its value for each slot, in the
-    shape of probs.
+    shape of probs. out: a contiguous tensor to write x to, or with `carried` a pair, each of which
+    may be None for a new one; not with autograd.
 
     >>> import torch, weft
     >>> x, experts = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
@@ -385,5 +420,12 @@ def unpermute(
     _check_probs(probs, rows)
     if carried is not None:
         check_tensor("carried", carried, FLOATS, rows.slot_of_row.device, rows.slot_of_row.shape)
-    o = unpermute_op(UnpermuteArgs(plain, codes, probs, carried, rows))
+    args = UnpermuteArgs(plain, codes, probs, carried, rows)
+    if out is None:
+        o = unpermute_op(args)
+    else:
+        targets = dict(
+            zip(("y", "carried"), results_in(out, "x", *["carried"] * (carried is not None)), strict=False)
+        )
+        o = run_into(unpermute_op, args, targets)
     return o.y if o.carried is None else (o.y, o.carried)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ...common.rows import align_of, contiguous, flat_rows, one_stride
 from ...common.sums import SumConfig
 from .arguments import SCORES, Groups, RouteArgs, RouteBackwardArgs, RouteGradients, RouteOutputs, Weighing
@@ -84,7 +83,7 @@ def _route_launch(
 
 def launch_route_backward(o: RouteGradients, a: RouteBackwardArgs) -> None:
     how = a.weighing
-    logits, indices = flat_rows(a.logits), a.indices.contiguous()
+    logits, indices = flat_rows(a.logits), contiguous(a.indices)
     dweights, dweights_stride = one_stride(a.dweights)
     dscores, dscores_stride = one_stride(a.dscores)
     rows, experts = logits.shape
@@ -131,8 +130,7 @@ def launch_route(o: RouteOutputs, a: RouteArgs) -> None:
     partials = totals
     if programs > 1:
         partials = tuple(
-            None if t is None else torch.empty((programs, *t.shape), dtype=t.dtype, device=t.device)
-            for t in totals
+            None if t is None else scratch((programs, *t.shape), t.dtype, t.device) for t in totals
         )
     counts, score_sums, score_counts, z = partials
     launch(

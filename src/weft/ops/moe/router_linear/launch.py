@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ...common.rows import align_of, contiguous, flat_rows
 from ...common.sums import sum_partials
 from .arguments import RouterLinearArgs, RouterLinearBackwardArgs, RouterLinearGradients, RouterLinearOutputs
@@ -158,7 +158,7 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
     def allocate(grad: Tensor | None) -> Tensor | None:
         if grad is None or splits == 1:
             return grad
-        return torch.empty((splits, grad.numel()), dtype=torch.float32, device=x.device)
+        return scratch((splits, grad.numel()), torch.float32, x.device)
 
     dweight, dbias = allocate(o.weight), allocate(o.bias)
     launch = Launch.of(
@@ -196,21 +196,21 @@ def _launch_dweight(o: RouterLinearGradients, x: Tensor, dy: Tensor) -> None:
 def launch_router_linear_backward(o: RouterLinearGradients, a: RouterLinearBackwardArgs) -> None:
     dy = flat_rows(a.dy)
     if o.x is not None:
-        _launch_dx(o.x, dy, a.weight.contiguous())
+        _launch_dx(o.x, dy, contiguous(a.weight))
     if o.weight is not None or o.bias is not None:
         _launch_dweight(o, flat_rows(a.x), dy)
 
 
 def launch_router_linear(o: RouterLinearOutputs, a: RouterLinearArgs) -> None:
     experts, cols = a.weight.shape
-    x, weight, y = flat_rows(a.x), a.weight.contiguous(), o.y
+    x, weight, y = flat_rows(a.x), contiguous(a.weight), o.y
     rows = x.shape[0]
     # An x that is not bf16 is split into parts, which take space too (on sm_100, that of the sums): smallest tiles.
     products = _products(x.dtype, weight.dtype) if x.dtype is torch.bfloat16 else 6
     launch = _forward_launch(rows, cols, experts, x.stride(0), products, capabilities_of(x.device))
     splits = launch.grid[2]
     if splits > 1:
-        y = torch.empty((splits, rows * experts), dtype=torch.float32, device=x.device)
+        y = scratch((splits, rows * experts), torch.float32, x.device)
     launch(*router_linear_kernel.tensors(x_ptr=x, weight_ptr=weight, bias_ptr=contiguous(a.bias), y_ptr=y))
     if splits > 1:
         sum_partials(y, o.y, few=True)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
+from ...common.rows import contiguous
 from .arguments import RowMapArgs, RowMapOutputs
 from .kernels import compact_kernel, count_kernel, place_kernel
 
@@ -58,7 +59,7 @@ def _map_launches(
 
 
 def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
-    routing, target = a.routing.contiguous(), capabilities_of(a.routing.device)
+    routing, target = contiguous(a.routing), capabilities_of(a.routing.device)
     if o.experts is not None:
         tokens = routing.numel() // a.experts
         rows, num_warps = compact_config(target)
@@ -75,7 +76,7 @@ def launch_row_map(o: RowMapOutputs, a: RowMapArgs) -> None:
         )
         routing = o.experts
     counting, placing = _map_launches(o.row_of_slot.numel(), a.experts, a.rows, a.align, target)
-    counts = torch.empty((2, counting.grid[0], a.experts), dtype=torch.int32, device=routing.device)
+    counts = scratch((2, counting.grid[0], a.experts), torch.int32, routing.device)
     counting(*count_kernel.tensors(routing_ptr=routing, counts_ptr=counts, slot_of_row_ptr=o.slot_of_row))
     placing(
         *place_kernel.tensors(

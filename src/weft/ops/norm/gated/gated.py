@@ -31,6 +31,7 @@ from torch import Tensor
 from ....quant import Format, QTensor
 from ....runtime import LATER, Backward, Gradients, Op, Present, Sharding, later
 from ...common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
+from ...common.into import result_into, results_in
 from ...common.results import allocate_result, result_options
 from ...common.rows import count_rows, empty_where
 from .arguments import (
@@ -135,6 +136,7 @@ class GatedNormOptions(TypedDict, total=False):
     rowwise: bool
     columnwise: bool
     quant_scale: Tensor | None
+    out: Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
 @overload
@@ -182,6 +184,7 @@ def gated_norm(
     columnwise: bool = False,
     quant_scale: Tensor | None = None,
     return_amax: bool = False,
+    out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Apply RMSNorm to x and multiply by a gate: `y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) * f(gate)`.
 
@@ -202,6 +205,8 @@ def gated_norm(
     - `out_dtype`: dtype of y, x's by default.
     - `quantize`, `rowwise`, `columnwise`, `quant_scale`, `return_amax`: as for `weft.rms_norm`; the rows of the
       codes are those of y. A row-wise copy is stored in the same pass if none of its blocks spans two groups.
+    - `out`: write y to this contiguous tensor or `QTensor`; not with autograd. With `return_amax` a pair of it and an
+      fp32 scalar, each of which may be None for a new one.
 
     >>> import torch, weft
     >>> x = torch.randn(2, 5, 4, 64, dtype=torch.bfloat16)  # heads of 2 sequences
@@ -243,6 +248,10 @@ def gated_norm(
     a = GatedNormArgs(
         x, gate, weight, groups, act, epsilon(eps, x), offset, casting, transpose, stats, options
     )
-    result = gated_norm_op(a).result
-    y = result.value(options)
+    if out is None:
+        result = gated_norm_op(a).result
+    else:
+        result = result_into(gated_norm_op, a, out).result
+    into = results_in(out, "y", "amax")[0] if return_amax else out
+    y = result.value(options) if into is None else into
     return y if result.amax is None else (y, result.amax)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....quant import Codes, Format
-from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered
+from ....runtime import BoundLaunch, Capabilities, Launch, capabilities_of, choice, remembered, scratch
 from ...common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
 from ...common.passes import make_copies
 from ...common.rows import STRIPE, align_of, contiguous, cpu_tile, tile_warps
@@ -103,7 +103,7 @@ def _inputs_and_levels(
     rest = [] if written is None else [_strides_in_order(written, transpose)]
     levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
     if levels is None:
-        x, *others = (t if t.is_contiguous() else t.contiguous() for t in (x, *read))
+        x, *others = map(contiguous, (x, *read))
         read = tuple(others)
         levels = _levels(shape, groups, _strides_in_order(x, transpose), *[t.stride() for t in read], *rest)
         assert levels is not None
@@ -217,14 +217,14 @@ class _GatedNorm:
         direct = _within_groups(f, a.groups, self.layout.cols)
         if f.block == "row" and not direct:
             # One scale covers several groups: store y in fp32 and then quantize it.
-            y = torch.empty(a.gate.shape, dtype=torch.float32, device=self.x.device)
+            y = scratch(a.gate.shape, torch.float32, self.x.device)
             self.plain(y, _Pass(f.group, cast=self.cast, static=a.result.scale is not None))
             quantize_into(o.result, a.result, y)
             return
         by_tensor = f.needs_tensor_amax and a.result.scale is None
         if self.rstd is None and (by_tensor or a.result.columnwise or not direct):
             # Of several passes, the later ones read the statistics that the first one writes.
-            self.rstd = torch.empty(self.layout.rows, dtype=torch.float32, device=self.x.device)
+            self.rstd = scratch((self.layout.rows,), torch.float32, self.x.device)
         make_copies(o.result, a.result, self.groups_pass, self.stripes_pass, direct=direct, statistics=True)
 
     def groups_pass(
@@ -237,9 +237,7 @@ class _GatedNorm:
             self.format.group, format, self.cast, options.scale is not None, has_stats, tuple(strides)
         )
         launch = _groups_launch(self.layout, a.act, a.casting, self.target, pass_)
-        partials = (
-            torch.empty(launch.grid[0], dtype=torch.float32, device=self.x.device) if wants_amax else None
-        )
+        partials = scratch((launch.grid[0],), torch.float32, self.x.device) if wants_amax else None
         gate, weight = self.gate, self.weight
         if copy is None and partials is None:  # only the statistics
             gate = weight = None  # type: ignore[assignment]
@@ -267,7 +265,7 @@ class _GatedNorm:
         tile, num_warps = stripe_config("gated_norm", self.format.block, align, self.target)
         stripes = count_stripes(tokens, width)
         tiles = stripes * -(-width // tile)
-        partials = torch.empty(tiles, dtype=torch.float32, device=self.x.device) if wants_amax else None
+        partials = scratch((tiles,), torch.float32, self.x.device) if wants_amax else None
         launch = Launch.of(
             gated_norm_stripe_kernel,
             num_warps=num_warps,
@@ -320,7 +318,7 @@ def launch_gated_norm_backward(o: GatedNormGradients, a: GatedNormBackwardArgs) 
     parts = -(-tokens // program_tokens)
     sums = None
     if o.weight is not None:
-        sums = torch.empty((parts, width), dtype=torch.float32, device=x.device)
+        sums = scratch((parts, width), torch.float32, x.device)
     launch = Launch.of(
         gated_norm_backward_kernel,
         num_warps=config.num_warps,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import Launch, capabilities_of
+from ....runtime import Launch, capabilities_of, contiguous_copy
 from ...common.rows import contiguous
 from ...loss.join import launch_join
 from ...loss.linear_logprobs.launch import Choice, Operands, launch_splits
@@ -42,7 +42,7 @@ def _lists(a: LinearSampleArgs) -> Lists:
         return Lists(stats, value.flatten(1), token.flatten(1))
     listed = a.stats[:, STATISTICS:].permute(2, 0, 1)  # [T, ranks, 2 * top_k]
     values, tokens = (x.flatten(1) for x in listed.split(a.top_k, 2))
-    stats = a.stats[:, :STATISTICS].clone(memory_format=torch.contiguous_format)  # the draw is written to it
+    stats = contiguous_copy(a.stats[:, :STATISTICS])  # the draw is written to it
     return Lists(stats, values, tokens.view(torch.int32))
 
 
@@ -110,4 +110,4 @@ def launch_linear_sample(o: LinearSampled, a: LinearSampleArgs) -> None:
     elif a.stats is None:
         _launch_drawn(o, a)
     else:
-        launch_join(o, a.stats.contiguous(), None, None, a.softmax, _PLAIN)
+        launch_join(o, contiguous(a.stats), None, None, a.softmax, _PLAIN)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime import Capabilities, Launch, capabilities_of, choice
-from ...common.rows import align_of, flat_rows
+from ....runtime import Capabilities, Launch, capabilities_of, choice, scratch
+from ...common.rows import align_of, contiguous, flat_rows
 from ..loads import IntegerArgument, NumberArgument
 from .arguments import PART, AcceptArgs, Verified, VerifyArgs
 from .kernels import Drafts, Parts, Target, accept_kernel, residual_kernel, statistics_kernel, verify_kernel
@@ -44,13 +44,13 @@ def verify_config(cols: int, target: Capabilities) -> VerifyConfig:
 
 def launch_accept(o: Verified, a: AcceptArgs) -> None:
     requests, nodes = a.chosen.shape
-    parents = None if a.parents is None or nodes == 1 else a.parents.contiguous()
+    parents = None if a.parents is None or nodes == 1 else contiguous(a.parents)
     config = accept_config(capabilities_of(a.chosen.device))
     Launch.of(accept_kernel, num_warps=config.num_warps, BLOCK=config.block)(
         (requests, 1, 1),
         *accept_kernel.arguments(
-            chosen_ptr=a.chosen.contiguous(),
-            drafts_ptr=None if nodes == 1 else a.drafts.contiguous(),
+            chosen_ptr=contiguous(a.chosen),
+            drafts_ptr=None if nodes == 1 else contiguous(a.drafts),
             parents_ptr=parents,
             tokens_ptr=o.tokens,
             accepted_ptr=o.accepted,
@@ -76,12 +76,12 @@ class _Call:
             IntegerArgument.of(a.seed, self.requests),
             IntegerArgument.of(a.step, self.requests),
         )
-        self.drafts = Drafts(a.drafts.contiguous(), probs, probs.stride(0))
+        self.drafts = Drafts(contiguous(a.drafts), probs, probs.stride(0))
         self.align = align_of(self.cols, logits.stride(0), probs.stride(0))
         self.tile, self.warps = verify_config(self.cols, capabilities_of(logits.device))
 
     def empty(self, rows: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((rows, self.number), dtype=dtype, device=self.target.logits.device)
+        return scratch((rows, self.number), dtype, self.target.logits.device)
 
     def statistics(self) -> Parts:
         rows = self.requests * self.nodes
@@ -99,7 +99,7 @@ class _Call:
         weight = mass = None
         if self.joint:
             mass = self.empty(items, torch.float32)
-            weight = torch.empty(items, dtype=torch.float32, device=mass.device)
+            weight = scratch((items,), torch.float32, mass.device)
         Launch.of(
             residual_kernel,
             num_warps=self.warps,
