@@ -26,6 +26,8 @@ from .pieces import (
     MINUS_INFINITY,
     Scores,
     across,
+    across_groups,
+    add_coded_product,
     add_product,
     capped,
     factor_of,
@@ -43,6 +45,7 @@ from .sequences import (
     bounds_of,
     keys_between,
     keys_seen,
+    keys_seen_by_any,
     or_nan,
     queries_between,
     queries_seeing,
@@ -51,23 +54,26 @@ from .sequences import (
     sequence_of,
 )
 
-COLUMNS = tl.constexpr(VALUE_COLUMNS)
+COLUMNS = tl.constexpr(VALUE_COLUMNS["e4m3"])
+BLOCK = tl.constexpr(VALUE_COLUMNS["int8"])
 
 # Weights are at most 1; scaling them before they are rounded to e4m3, whose largest value is 448, extends its range
-# down to 2^-17 of a row's largest weight.
+# down to 2^-17 of a row's largest weight. In int8 the largest weight of a row in a tile becomes 127.
 P_SCALE = tl.constexpr(256.0)
 LOG2_P_SCALE = tl.constexpr(8.0)
+P_SCALE_INT8 = tl.constexpr(127.0)
+LOG2_P_SCALE_INT8 = tl.constexpr(6.988684686772166)
 
 # ---- structs --------------------------------------------------------------------------------------------
 
 
 class ValueCodes(NamedTuple):
-    """Values as transposed e4m3 codes, with one scale per sequence, head and element of the head. Absent if values are
-    not quantized."""
+    """Values as transposed codes: e4m3 with one scale per sequence, head and element of the head, or int8 with one per
+    BLOCK keys, head and element. Absent if values are not quantized."""
 
-    ptr: Tensor | None  # bytes [key heads, v_dim, columns]
-    scale: Tensor | None  # fp32 [sequences, key heads, v_dim]
-    columns: int  # a multiple of COLUMNS
+    ptr: Tensor | None  # bytes or int8 [key heads, v_dim, columns]
+    scale: Tensor | None  # fp32 [sequences or columns / BLOCK, key heads, v_dim]
+    columns: int  # a multiple of COLUMNS or BLOCK
 
 
 class Heads(NamedTuple):
@@ -81,11 +87,17 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _base(place, batch, start, head, ALIGN: tl.constexpr):
+def _first_token(place, batch, start, head, ALIGN: tl.constexpr):
     """Return a pointer to the first token of a sequence in a head."""
     at = place.at
     off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
-    ptr = place.ptr + tl.multiple_of(off, ALIGN)
+    return place.ptr + tl.multiple_of(off, ALIGN)
+
+
+@triton.jit
+def _base(place, batch, start, head, ALIGN: tl.constexpr):
+    """Return a pointer to the first token of a sequence in a head; bytes are codes in e4m3."""
+    ptr = _first_token(place, batch, start, head, ALIGN)
     if place.ptr.dtype.element_ty == tl.uint8:
         # Cast the pointer, not the values: a cast between load and dot would route the operand through registers.
         return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -110,11 +122,11 @@ def _stride(n, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _codes_ptr(codes, key_head, token, number, V: tl.constexpr):
+def _codes_ptr(codes, key_head, token, number, V: tl.constexpr, UNIT: tl.constexpr):
     """Return a pointer to the codes of a sequence in a head, after `number` sequences with `token` keys together. Each
-    sequence starts at a multiple of COLUMNS, which leaves fewer than COLUMNS unused columns after it."""
-    row = key_head.to(tl.int64) * V.dim * _stride(codes.columns, COLUMNS)
-    return codes.ptr + row + (token // COLUMNS + number) * COLUMNS
+    sequence starts at a multiple of UNIT, which leaves fewer than UNIT unused columns after it."""
+    row = key_head.to(tl.int64) * V.dim * _stride(codes.columns, UNIT)
+    return codes.ptr + row + (token // UNIT + number) * UNIT
 
 
 @triton.jit
@@ -150,7 +162,7 @@ def value_kernel(
     number = (tl.program_id(0) // parts // key_heads).to(tl.int64)
     sequence = sequence_of(number, lengths, band)
     batch, start = sequence.batch, sequence.k_start
-    seen, seen_end, _, _ = keys_seen(sequence, band, sequence.q, TILE.banded)
+    seen, seen_end = keys_seen_by_any(sequence, band, TILE.banded)
     lane = part * M + tl.arange(0, M)  # [M], columns of the head
     exists = lane < V.dim
     step = _stride(value.at.token, ALIGN)
@@ -164,7 +176,7 @@ def value_kernel(
     scale, factor = fp32_scale(v_amax, FP32_MAX, FORMAT)
     tl.store(codes.scale + (number * key_heads + key_head) * V.dim + lane, scale, mask=exists)
     token = batch * lengths.k + start
-    to_ptr = _codes_ptr(codes, key_head, token, number, V)
+    to_ptr = _codes_ptr(codes, key_head, token, number, V, COLUMNS)
     to_ptr = to_ptr + (lane.to(tl.int64) * _stride(codes.columns, COLUMNS))[:, None]
     # All columns fit; the explicit bound is for the prover, which cannot derive that.
     room = _stride(codes.columns, COLUMNS) // COLUMNS - token // COLUMNS - number
@@ -177,6 +189,55 @@ def value_kernel(
         tl.store(to_ptr + row[None, :], tl.trans(encoded), mask=exists[:, None] & (row < end)[None, :])
 
 
+@kernel
+def value_block_kernel(
+    value: Place,
+    codes: ValueCodes,
+    lengths: Lengths,
+    heads: Heads,
+    band: Band,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,  # of the codes; one scale covers one element of the head over BLOCK keys
+    CAST: tl.constexpr,
+):
+    """Encode TILE.m columns of BLOCK keys of one value head, with zeros for keys that no query sees and after the
+    sequence."""
+    M: tl.constexpr = TILE.m
+    V: tl.constexpr = TILE.v
+    ALIGN: tl.constexpr = TILE.align
+    tiles = tl.cdiv(lengths.k, BLOCK)
+    if lengths.k_starts is not None:
+        tiles += lengths.number + 1
+    parts = tl.cdiv(V.dim, M)
+    key_heads = heads.q // heads.group
+    part = tl.program_id(0) % parts
+    tile = tl.program_id(0) // parts % tiles
+    key_head = tl.program_id(0) // parts // tiles % key_heads
+    sequence = sequence_at(tile, tl.program_id(0) // parts // tiles // key_heads, lengths, band, True, BLOCK)
+    seen, seen_end = keys_seen_by_any(sequence, band, TILE.banded)
+    lane = part * M + tl.arange(0, M)  # [M], columns of the head
+    exists = lane < V.dim
+    row = sequence.first + tl.arange(0, BLOCK)
+    step = _stride(value.at.token, ALIGN)
+    from_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN) + lane[None, :]
+    mask = _in_range(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
+    x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(
+        tl.float32
+    )  # [BLOCK, M]
+    scale, factor = fp32_scale(amax(x, axis=0), FP32_MAX, FORMAT)
+    encoded = encode(scaled(x, factor[None, :], FORMAT), FORMAT, CAST)
+    token = sequence.batch * lengths.k + sequence.k_start
+    block = token // BLOCK + sequence.number + sequence.first // BLOCK
+    # Tokens of no sequence have no block, and all others fit; the upper bound is for the prover.
+    stored = exists & (sequence.first < sequence.k) & (block < codes.columns // BLOCK)
+    tl.store(codes.scale + (block * key_heads + key_head) * V.dim + lane, scale, mask=stored)
+    to_ptr = _codes_ptr(codes, key_head, token, sequence.number, V, BLOCK) + tl.multiple_of(
+        sequence.first, BLOCK
+    )
+    to_ptr += (lane.to(tl.int64) * _stride(codes.columns, BLOCK))[:, None]
+    tl.store(to_ptr + tl.arange(0, BLOCK)[None, :], tl.trans(encoded), mask=stored[:, None])
+
+
 # ---- forward --------------------------------------------------------------------------------------------
 
 
@@ -185,7 +246,8 @@ def attention_kernel(
     query: Place,
     key: Place,
     value: Place,
-    query_scale: Place,  # fp32, one per query and head, if queries and keys are codes; else absent
+    # If queries and keys are codes: fp32, one per query and head, or e8m0, one for every GROUP elements; else absent.
+    query_scale: Place,
     key_scale: Place,
     value_codes: ValueCodes,  # in place of `value`, or absent
     y: Place,  # only its dtype is read if the kernel stores nothing but the quantized copy
@@ -211,6 +273,8 @@ def attention_kernel(
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
     LIMITED: tl.constexpr = TILE.limited
+    IN_INT8: tl.constexpr = TILE.values == "int8"
+    GROUPS: tl.constexpr = TILE.groups
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -227,10 +291,16 @@ def attention_kernel(
     if value_codes.ptr is None:
         v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
     else:
+        UNIT: tl.constexpr = BLOCK if IN_INT8 else COLUMNS
         tokens = sequence.batch * lengths.k + sequence.k_start
-        v_ptr = _codes_ptr(value_codes, key_head, tokens, sequence.number, V)
+        v_ptr = _codes_ptr(value_codes, key_head, tokens, sequence.number, V, UNIT)
     q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
-    if query_scale.ptr is not None:
+    if GROUPS is not None:
+        BYTES: tl.constexpr = GROUPS.dim & -GROUPS.dim  # divides all strides of the scales
+        q_scale_ptr = _first_token(query_scale, sequence.batch, sequence.q_start, head, BYTES)
+        k_scale_ptr = _first_token(key_scale, sequence.batch, sequence.k_start, key_head, BYTES)
+        q_scale = load_heads(q_scale_ptr, query_scale.at.token, sequence.first, limit, M, GROUPS, BYTES)
+    elif query_scale.ptr is not None:
         row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
     m_i = tl.full((M,), MINUS_INFINITY, tl.float32)
     l_i = or_nan(tl.zeros((M,), tl.float32), sequence, lengths)
@@ -242,7 +312,7 @@ def attention_kernel(
         weight = tl.where(sink == MINUS_INFINITY, 0.0, tl.where(sink == sink, 1.0, sink))
         l_i += tl.where(row < sequence.q, weight, 0.0)
     if value_codes.ptr is not None:
-        l_i *= P_SCALE
+        l_i *= P_SCALE_INT8 if IN_INT8 else P_SCALE
     tile_max = tl.full((M,), MINUS_INFINITY, tl.float32)
     acc = zeros(M, V)
     if LIMITED:
@@ -253,8 +323,12 @@ def attention_kernel(
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
-        qk = across(q, k)  # [M, N]
-        if query_scale.ptr is not None:
+        if GROUPS is not None:
+            k_scale = load_heads(k_scale_ptr, key_scale.at.token, start, sequence.k, N, GROUPS, BYTES)
+            qk = across_groups(q, q_scale, k, k_scale, scores.scale * 0.0)  # [M, N]
+        else:
+            qk = across(q, k)  # [M, N]
+        if GROUPS is None and query_scale.ptr is not None:
             col_scale = _scales(key_scale, sequence.batch, sequence.k_start, key_head, start, sequence.k, N)
             qk = qk.to(tl.float32) * row_scale[:, None] * col_scale[None, :]
         s, _ = capped(qk, scores, CAPPED)
@@ -271,20 +345,34 @@ def attention_kernel(
         m_new = tl.maximum(m_i, row_max)
         # While a row has seen no key, m_new is -inf: subtract 0 instead, so that -inf - -inf never becomes NaN.
         m_safe = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
-        p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
-        p = tl.exp2(s * factor - p_offset[:, None])
         alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        if value_codes.ptr is None:
-            v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        if IN_INT8:
+            # Relative to the maximum of its own tile, a weight is rounded to more bits than relative to m_new; the
+            # tile's sums take the factor beta instead.
+            m_tile = tl.where(row_max == MINUS_INFINITY, 0.0, row_max)
+            p = tl.exp2(s * factor - (m_tile - LOG2_P_SCALE_INT8)[:, None])
+            beta = tl.exp2(row_max - m_safe)
+            l_i = l_i * alpha + tl.sum(p, axis=1) * beta
+            v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, BLOCK)
+            block = tokens // BLOCK + sequence.number + start // BLOCK
+            v_scale_ptr = value_codes.scale + (block * (heads.q // heads.group) + key_head) * V.dim
+            acc = add_coded_product(times(acc, alpha[:, None]), p, beta[:, None], v, v_scale_ptr, V)
         else:
-            v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
-        acc = add_product(times(acc, alpha[:, None]), p.to(v.first.dtype), v)
+            p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
+            p = tl.exp2(s * factor - p_offset[:, None])
+            l_i = l_i * alpha + tl.sum(p, axis=1)
+            if value_codes.ptr is None:
+                v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+            else:
+                v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
+            acc = add_product(times(acc, alpha[:, None]), p.to(v.first.dtype), v)
         m_i = m_new
 
     empty = l_i == 0.0
     out = times(acc, 1.0 / tl.where(empty, 1.0, l_i)[:, None])
-    if value_codes.ptr is not None:
+    if IN_INT8:
+        l_i *= 1.0 / P_SCALE_INT8
+    elif value_codes.ptr is not None:
         scale_row = sequence.number * (heads.q // heads.group) + key_head
         out = times_columns(out, value_codes.scale + scale_row * V.dim, V)
         l_i *= 1.0 / P_SCALE
