@@ -375,7 +375,7 @@ def test_mistakes_are_named() -> None:
         weft.attention(**inputs, values="e4m3")
     with (
         choosing_for("sm_80"),
-        pytest.raises(ValueError, match="sm_80 cannot multiply e4m3: pass values=.int8"),
+        pytest.raises(ValueError, match="sm_80 cannot multiply e4m3: pass values"),
     ):
         weft.attention(**inputs, scores="int8", values="e4m3")
     with pytest.raises(ValueError, match="scores must be"):

@@ -1,4 +1,4 @@
-"""Scores in mxfp8: equal to attention over the dequantized codes, whichever QTensors or plain tensors they come from."""
+"""Scores in mxfp8: equal to attention over the dequantized codes, of QTensors and of plain tensors."""
 
 from __future__ import annotations
 

@@ -28,19 +28,12 @@ from .arguments import (
 )
 from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
 from .engines import choose_library
-from .kernels import (
-    Heads,
-    ValueCodes,
-    attention_kernel,
-    delta_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
-    value_block_kernel,
-    value_kernel,
-)
+from .kernels import attention_kernel, delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .libraries import attend, attend_backward
+from .pieces import Heads
 from .reference import memory_layout
 from .sequences import Band
+from .values import ValueCodes, value_block_kernel, value_kernel
 
 Sizes = tuple[int, ...]
 

@@ -23,11 +23,26 @@ class Scores(NamedTuple):
     softcap: float
 
 
+class Heads(NamedTuple):
+    """Number of query heads; each key head is shared by `group` of them."""
+
+    q: int
+    group: int
+
+
 class Pieces(NamedTuple):
     """Tile of heads in two pieces; the second is None if one piece holds the whole head."""
 
     first: Any
     second: Any
+
+
+@triton.jit
+def first_token(place, batch, start, head, ALIGN: tl.constexpr):
+    """Return a pointer to the first token of a sequence in a head."""
+    at = place.at
+    off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
+    return place.ptr + tl.multiple_of(off, ALIGN)
 
 
 @triton.jit
