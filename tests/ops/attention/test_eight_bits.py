@@ -153,7 +153,8 @@ def seen_keys(inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "element", "values"), covering(list(HIDDEN), ELEMENTS, [None, "e4m3"], together=1)
+    ("case", "element", "values"),
+    covering(list(HIDDEN), [*ELEMENTS, "mxfp8"], [None, "e4m3", "int8"], together=1),
 )
 def test_keys_that_no_query_sees_change_no_bit(case: str, element: Any, values: Any) -> None:
     """Unseen keys used to enter the mean that smooths the keys."""
@@ -369,10 +370,13 @@ def test_compiled_is_eager() -> None:
 def test_mistakes_are_named() -> None:
     inputs = heads(20)
     with pytest.raises(ValueError, match="values must be"):
-        weft.attention(**inputs, scores="int8", values="int8")  # type: ignore[arg-type]
+        weft.attention(**inputs, scores="int8", values="e5m2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="go with scores"):
         weft.attention(**inputs, values="e4m3")
-    with choosing_for("sm_80"), pytest.raises(ValueError, match="sm_80 cannot multiply e4m3: leave"):
+    with (
+        choosing_for("sm_80"),
+        pytest.raises(ValueError, match="sm_80 cannot multiply e4m3: pass values"),
+    ):
         weft.attention(**inputs, scores="int8", values="e4m3")
     with pytest.raises(ValueError, match="scores must be"):
         weft.attention(**inputs, scores="int4")  # type: ignore[arg-type]

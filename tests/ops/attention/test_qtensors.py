@@ -297,7 +297,7 @@ def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
         yield (
             f"{name} with a global_scale",
             {name: codes._replace(global_scale=torch.ones(()))},
-            "got a global_scale",
+            "has no global_scale",
         )
         yield f"{name} of another dtype", {name: codes._replace(data=other.data)}, "codes in torch.int8; got"
         yield (

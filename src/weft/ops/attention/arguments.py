@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Generic, Literal
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from typing_extensions import NamedTuple
 
 from ...quant import Codes, Format
-from ...runtime import G
+from ...runtime import Capabilities, G
+from ..common.kv_cache import E4M3
 from ..common.results import Result, ResultOptions
 
 
@@ -53,7 +55,9 @@ class AttentionArgs(NamedTuple):
     value: Tensor
     query_codes: Codes  # replaces query; present for both query and key or neither, see `coded_heads`
     key_codes: Codes
-    values: str | None  # "e4m3": multiply weights and values in it, which requires codes of query and key
+    values: (
+        str | None
+    )  # ValueElement: multiply weights and values in it, which requires codes of query and key
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask
@@ -65,20 +69,51 @@ class AttentionArgs(NamedTuple):
     result: ResultOptions
 
 
-EightBits = Literal["int8", "e4m3"]
+EightBits = Literal["int8", "e4m3", "mxfp8"]
+ValueElement = Literal["e4m3", "int8"]
+
+_SCORES: dict[tuple[str, str], EightBits] = {
+    ("row", "int8"): "int8",  # one scale per token and head
+    ("row", "e4m3"): "e4m3",
+    ("mx", "e4m3"): "mxfp8",
+}
+# In torchao's convention a block with NaN or Inf gets a non-finite scale, so that the results are NaN.
+_VALUES = {"e4m3": E4M3, "int8": Format("row", "int8", "torchao")}
+
+
+def value_format(values: str) -> Format:
+    """Return the format of values, as columns of keys."""
+    if values not in _VALUES:
+        raise ValueError(f"values must be 'e4m3', 'int8' or None; got {values!r}")
+    return _VALUES[values]
 
 
 def element_of(spec: str | None) -> EightBits | None:
-    """Return the format's element if attention can multiply its codes (one scale per token and head), else None."""
+    """Return the `scores` that attention can compute from codes in a format, or None."""
     f = None if spec is None else Format.of(spec)
-    if f is None or f.block != "row":
-        return None
-    return f.element if f.element == "int8" or f.element == "e4m3" else None
+    return None if f is None else _SCORES.get((f.block, str(f.element)))
+
+
+def unsupported_scores(scores: EightBits, target: Capabilities) -> str | None:
+    """Return why a target cannot multiply codes for these scores, or None."""
+    if scores == "mxfp8" and not target.mx_dot:
+        instead = "e4m3" if target.fp8_dot else "int8"
+        return f"{target.target} cannot multiply e4m3 with scales of 32 elements: pass scores={instead!r}"
+    if scores == "e4m3" and not target.fp8_dot:
+        return f"{target.target} cannot multiply e4m3: pass scores='int8'"
+    return None
+
+
+def unsupported_values(values: str, target: Capabilities) -> str | None:
+    """Return why a target cannot multiply weights and values in this element, or None."""
+    if value_format(values) is E4M3 and not target.fp8_dot:
+        return f"{target.target} cannot multiply e4m3: pass values='int8' or None"
+    return None
 
 
 def coded_heads(a: AttentionArgs) -> list[tuple[Tensor, Tensor | None]]:
-    """Return query and key as kernels read them: (x, None), or (codes in the shape of x, fp32 scales of the shape
-    without its last dimension).
+    """Return query and key as kernels read them: (x, None), or (codes in the shape of x, scales). Those are fp32 in the
+    shape without its last dimension, or e8m0 as uint8 in a shape whose last dimension counts groups of 32 elements.
 
     Raise ValueError if codes do not match their formats, or if query and key are not coded in the same format. This
     also covers direct calls of the op."""
@@ -90,28 +125,29 @@ def coded_heads(a: AttentionArgs) -> list[tuple[Tensor, Tensor | None]]:
     elements = [element_of(codes.format) for _, _, codes in operands]
     if None in elements or elements[0] != elements[1]:
         raise ValueError(
-            "attention multiplies codes of query and key in one format, e4m3:row or int8:row; got "
+            "attention multiplies codes of query and key in one format, e4m3:row, int8:row or e4m3:mx; got "
             f"{a.query_codes.format} and {a.key_codes.format}. Pass plain tensors: QTensor.dequantize()"
         )
     return [_checked(*each) for each in operands]
 
 
 def _checked(name: str, x: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
-    number = Format.of(codes.format).number
+    f = Format.of(codes.format)
     if codes.global_scale is not None:
-        raise ValueError(
-            f"{name} in {codes.format} takes one scale per token and head only; got a global_scale"
-        )
+        raise ValueError(f"{name} in {codes.format} has no global_scale; got one")
+    scale_shape = (*x.shape[:-1], f.scale_shape(1, x.shape[-1])[1])
     for part, tensor, dtype, count in (
-        ("codes", codes.data, number.dtype, x.numel()),
-        ("scales", codes.scale, torch.float32, x.numel() // x.shape[-1]),
+        ("codes", codes.data, f.number.dtype, x.numel()),
+        ("scales", codes.scale, f.scale_dtype, math.prod(scale_shape)),
     ):
         if tensor is None or tensor.dtype != dtype or tensor.numel() != count:
             received = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
                 f"{name} {tuple(x.shape)} in {codes.format} needs {count} {part} in {dtype}; got {received}"
             )
-    return codes.data.view(x.shape), codes.scale.view(x.shape[:-1])
+    data, scale = codes.data.view(x.shape), codes.scale.view(scale_shape)
+    # e8m0 scales as bytes, which every target can load
+    return data, scale.squeeze(-1) if f.block == "row" else scale.view(torch.uint8)
 
 
 class AttentionOutputs(NamedTuple):

@@ -41,6 +41,10 @@ from .arguments import (
     EightBits,
     Mask,
     Packed,
+    ValueElement,
+    element_of,
+    unsupported_scores,
+    unsupported_values,
 )
 from .configs import WIDEST
 from .eight_bits import common_element, in_eight_bits
@@ -115,9 +119,10 @@ class AttentionOp(
 
     def validate(self, a: AttentionArgs) -> None:
         _check_limits(a)
+        _check_target(a)
         if a.values is not None and a.packed.limited:
             raise ValueError(
-                "values in eight bits have one scale for the keys that a sequence's queries see, which kv_limits and "
+                "values in eight bits have scales for the keys that a sequence's queries see, which kv_limits and "
                 "prefix_lengths change: leave values=None"
             )
 
@@ -205,7 +210,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
-    values: Literal["e4m3"] | None = ...,
+    values: ValueElement | None = ...,
     engine: Engine = ...,
     out: Tensor | Attention | None = ...,
 ) -> Tensor: ...
@@ -234,7 +239,7 @@ def attention(
     quantize: Format | str | None = ...,
     columnwise: bool = ...,
     scores: EightBits | None = ...,
-    values: Literal["e4m3"] | None = ...,
+    values: ValueElement | None = ...,
     engine: Engine = ...,
     out: Tensor | Attention | None = ...,
 ) -> Tensor | Attention: ...
@@ -262,7 +267,7 @@ def attention(
     quantize: Format | str | None = None,
     columnwise: bool = False,
     scores: EightBits | None = None,
-    values: Literal["e4m3"] | None = None,
+    values: ValueElement | None = None,
     engine: Engine = "auto",
     out: Tensor | Attention | None = None,
 ) -> Tensor | Attention:
@@ -401,13 +406,22 @@ def attention(
 
 
 def _check_values(a: AttentionArgs, scores: str | None) -> None:
-    if a.values != "e4m3":
-        raise ValueError(f"values must be 'e4m3' or None; got {a.values!r}")
+    _check_target(a)
     if scores is None:
-        raise ValueError("values in eight bits go with scores in eight bits: pass scores='e4m3' or 'int8'")
-    target = capabilities_of(a.query.device)
-    if not target.fp8_dot:
-        raise ValueError(f"{target.target} cannot multiply e4m3: leave values=None")
+        raise ValueError(
+            "values in eight bits go with scores in eight bits: pass scores='int8', 'e4m3' or 'mxfp8'"
+        )
+
+
+def _check_target(a: AttentionArgs) -> None:
+    """Check that the target multiplies the elements of scores and values."""
+    scores, problem = element_of(a.query_codes.format), None
+    if scores is not None:
+        problem = unsupported_scores(scores, capabilities_of(a.query.device))
+    if problem is None and a.values is not None:
+        problem = unsupported_values(a.values, capabilities_of(a.query.device))
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from ...runtime import Capabilities, choice
 
 WIDEST = 256  # elements of a head
-VALUE_COLUMNS = (
-    16  # value codes of each sequence start at a multiple, so that threads load this many bytes at once
-)
+GROUP = 32  # elements of a head that share a scale of an mx format
+# Codes of values of each sequence start at a multiple of this many columns: in e4m3 the bytes that a thread loads at
+# once, in int8 the keys that share a scale. Tiles of keys divide the latter.
+VALUE_COLUMNS = {"e4m3": 16, "int8": 64}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Width:
         rest = max(min_piece, 1 << (dim - padded // 2 - 1).bit_length())
         return Width(dim, padded // 2, rest) if rest < padded // 2 else Width(dim, padded, 0)
 
+    @property
+    def groups(self) -> Width:
+        """Split of the scales of a head in mx: one for every GROUP elements.
+
+        >>> Width.of(80, 32).groups
+        Width(dim=3, first=2, second=1)
+        """
+        return Width(-(-self.dim // GROUP), self.first // GROUP, self.second // GROUP)
+
 
 @dataclass(frozen=True)
 class AttentionTile:
@@ -50,6 +60,8 @@ class AttentionTile:
     capped: bool
     limited: bool  # queries have bounds of their own
     align: int  # divides all widths and strides
+    values: str | None = None  # element in which weights and values are multiplied, or None: as they are
+    groups: Width | None = None  # scales of a head, if each covers GROUP elements
 
 
 class AttentionConfig(NamedTuple):
@@ -64,6 +76,8 @@ class AttentionConfig(NamedTuple):
 @choice("attention", m=(16, 256), n=(16, 256), num_warps=(1, 16), num_stages=(1, 5))
 def attention_config(kernel: str, qk: int, v: int, itemsize: int, target: Capabilities) -> AttentionConfig:
     """Return the tile of a kernel: "forward", "value" (encodes values), or "delta", "query" and "key" (gradients).
+    "forward_int8" multiplies values in int8, "forward_mx" scores in mxfp8; "forward_mx_e4m3" and "forward_mx_int8" also
+    multiply values in that element.
 
     `itemsize` is the queries'. `choices.json` declares all tiles, each up to a widest head."""
     raise LookupError(

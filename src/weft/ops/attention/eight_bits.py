@@ -1,4 +1,4 @@
-"""Scores in eight bits: query and key are quantized with one scale per token and head.
+"""Scores in eight bits: query and key are quantized with one scale per token and head, or per 32 elements of them.
 
 Keys are smoothed before rounding: subtracting the mean of the keys that a sequence's queries see shifts all scores of
 a query by the same amount, which is added back to lse. Non-finite elements are left out of the mean, so that they
@@ -18,11 +18,24 @@ from ...runtime import capabilities_of
 from ..common.heads import LAYOUTS
 from ..common.results import plain_result
 from ..quantize.quantize import quantize
-from .arguments import AttentionArgs, AttentionOutputs, EightBits, Mask, Packed, element_of, starts_as_read
+from .arguments import (
+    AttentionArgs,
+    AttentionOutputs,
+    EightBits,
+    Mask,
+    Packed,
+    element_of,
+    starts_as_read,
+    unsupported_scores,
+)
 
-# In torchao's convention a row with NaN or Inf gets a non-finite scale, so that its scores are NaN, as they are without
-# codes; all other rows have the same codes as in "te".
-_FORMATS = {"int8": Format("row", "int8", "torchao"), "e4m3": Format("row", "e4m3", "torchao")}
+# In torchao's convention a block with NaN or Inf gets a non-finite scale, so that the scores of its token are NaN, as
+# they are without codes; all other blocks have the same codes as in "te".
+_FORMATS: dict[EightBits, Format] = {
+    "int8": Format("row", "int8", "torchao"),
+    "e4m3": Format("row", "e4m3", "torchao"),
+    "mxfp8": Format("mx", "e4m3", "torchao"),
+}
 
 
 def common_element(query: Tensor, key: Tensor) -> EightBits | None:
@@ -32,22 +45,20 @@ def common_element(query: Tensor, key: Tensor) -> EightBits | None:
     element = element_of(query.spec)
     # A compiler cannot inspect copies; the traced op decodes or refuses operands without a rowwise copy.
     readable = torch.compiler.is_compiling() or None not in (query.rowwise, key.rowwise)
-    if element != element_of(key.spec) or not readable:
+    if element is None or element != element_of(key.spec) or not readable:
         return None
-    supported = element != "e4m3" or capabilities_of(query.device).fp8_dot
-    return element if supported else None
+    return element if unsupported_scores(element, capabilities_of(query.device)) is None else None
 
 
 def in_eight_bits(
-    a: AttentionArgs, element: str, attend: Callable[[AttentionArgs], AttentionOutputs]
+    a: AttentionArgs, element: EightBits, attend: Callable[[AttentionArgs], AttentionOutputs]
 ) -> tuple[AttentionArgs, Callable[[], Tensor] | None]:
     """Return the arguments with query and key quantized, and a function that computes what smoothing subtracted from
     lse (None without smoothing). `attend` is the op."""
     if element not in _FORMATS:
-        raise ValueError(f"scores must be 'int8', 'e4m3' or None; got {element!r}")
-    target = capabilities_of(a.query.device)
-    if element == "e4m3" and not target.fp8_dot:
-        raise ValueError(f"{target.target} cannot multiply e4m3: pass scores='int8'")
+        raise ValueError(f"scores must be 'int8', 'e4m3', 'mxfp8' or None; got {element!r}")
+    if problem := unsupported_scores(element, capabilities_of(a.query.device)):
+        raise ValueError(problem)
     query, key, shift = a.query, a.key, None
     if not isinstance(key, QTensor):
         if a.sinks is None and not a.softcap and not a.packed.limited:

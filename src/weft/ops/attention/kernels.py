@@ -1,4 +1,4 @@
-"""Attention kernels: encoding of values, forward, and the gradients of queries and of keys and values.
+"""Attention kernels: forward, and the gradients of queries and of keys and values.
 
 Heads are [sequence, tokens, heads, dim] with any strides. Inside the kernels scores are in base 2: their factor is
 scale * log2(e).
@@ -6,29 +6,24 @@ scale * log2(e).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
-
 from ...language import tl, triton
 from ...runtime import kernel
-from ...tiles.numbers import encode
-from ...tiles.reduce import amax, larger
-from ...tiles.scales import fp32_scale, scaled
 from ..common.copies import Encoding, StridedCodes, Tile, store_rows
 from ..common.heads import Place
-from ..common.passes import FP32_MAX
-from .configs import VALUE_COLUMNS
 from .pieces import (
     LARGEST,
     LN2,
     LOG2E,
     MINUS_INFINITY,
+    Heads,
     Scores,
     across,
+    across_groups,
+    add_coded_product,
     add_product,
     capped,
     factor_of,
+    first_token,
     load_heads,
     load_transposed,
     rounded,
@@ -48,44 +43,23 @@ from .sequences import (
     queries_seeing,
     sees,
     sequence_at,
-    sequence_of,
 )
-
-COLUMNS = tl.constexpr(VALUE_COLUMNS)
+from .values import BLOCK, COLUMNS, ValueCodes, codes_ptr
 
 # Weights are at most 1; scaling them before they are rounded to e4m3, whose largest value is 448, extends its range
-# down to 2^-17 of a row's largest weight.
+# down to 2^-17 of a row's largest weight. In int8 the largest weight of a row in a tile becomes 127.
 P_SCALE = tl.constexpr(256.0)
 LOG2_P_SCALE = tl.constexpr(8.0)
-
-# ---- structs --------------------------------------------------------------------------------------------
-
-
-class ValueCodes(NamedTuple):
-    """Values as transposed e4m3 codes, with one scale per sequence, head and element of the head. Absent if values are
-    not quantized."""
-
-    ptr: Tensor | None  # bytes [key heads, v_dim, columns]
-    scale: Tensor | None  # fp32 [sequences, key heads, v_dim]
-    columns: int  # a multiple of COLUMNS
-
-
-class Heads(NamedTuple):
-    """Number of query heads; each key head is shared by `group` of them."""
-
-    q: int
-    group: int
-
+P_SCALE_INT8 = tl.constexpr(127.0)
+LOG2_P_SCALE_INT8 = tl.constexpr(6.988684686772166)
 
 # ---- where a tile lies ----------------------------------------------------------------------------------
 
 
 @triton.jit
 def _base(place, batch, start, head, ALIGN: tl.constexpr):
-    """Return a pointer to the first token of a sequence in a head."""
-    at = place.at
-    off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
-    ptr = place.ptr + tl.multiple_of(off, ALIGN)
+    """Return a pointer to the first token of a sequence in a head; bytes are codes in e4m3."""
+    ptr = first_token(place, batch, start, head, ALIGN)
     if place.ptr.dtype.element_ty == tl.uint8:
         # Cast the pointer, not the values: a cast between load and dot would route the operand through registers.
         return ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
@@ -101,82 +75,6 @@ def _scales(place, batch, start, head, first, limit, ROWS: tl.constexpr):
     return tl.load(place.ptr + off, mask=row < limit, other=0.0)
 
 
-# ---- values as codes ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _stride(n, ALIGN: tl.constexpr):
-    return tl.multiple_of(n.to(tl.int64), ALIGN)
-
-
-@triton.jit
-def _codes_ptr(codes, key_head, token, number, V: tl.constexpr):
-    """Return a pointer to the codes of a sequence in a head, after `number` sequences with `token` keys together. Each
-    sequence starts at a multiple of COLUMNS, which leaves fewer than COLUMNS unused columns after it."""
-    row = key_head.to(tl.int64) * V.dim * _stride(codes.columns, COLUMNS)
-    return codes.ptr + row + (token // COLUMNS + number) * COLUMNS
-
-
-@triton.jit
-def _in_range(row, begin, end, BANDED: tl.constexpr):
-    """Return which rows lie in [begin, end); begin is 0 unless there is a band."""
-    if BANDED:
-        return (row >= begin) & (row < end)
-    else:
-        return row < end
-
-
-@kernel
-def value_kernel(
-    value: Place,
-    codes: ValueCodes,
-    lengths: Lengths,
-    heads: Heads,
-    band: Band,
-    TILE: tl.constexpr,
-    FORMAT: tl.constexpr,  # of the codes; one scale covers one element of the head over all keys
-    CAST: tl.constexpr,
-):
-    """Encode TILE.m columns of one value head of one sequence: find their amax over TILE.n keys at a time, then store
-    the codes, with zeros for keys that no query sees and as padding to a multiple of COLUMNS."""
-    N: tl.constexpr = TILE.n
-    M: tl.constexpr = TILE.m
-    V: tl.constexpr = TILE.v
-    ALIGN: tl.constexpr = TILE.align
-    parts = tl.cdiv(V.dim, M)
-    part = tl.program_id(0) % parts
-    key_heads = heads.q // heads.group
-    key_head = tl.program_id(0) // parts % key_heads
-    number = (tl.program_id(0) // parts // key_heads).to(tl.int64)
-    sequence = sequence_of(number, lengths, band)
-    batch, start = sequence.batch, sequence.k_start
-    seen, seen_end, _, _ = keys_seen(sequence, band, sequence.q, TILE.banded)
-    lane = part * M + tl.arange(0, M)  # [M], columns of the head
-    exists = lane < V.dim
-    step = _stride(value.at.token, ALIGN)
-    from_ptr = _base(value, batch, start, key_head, ALIGN) + lane[None, :]
-    v_amax = tl.zeros((M,), tl.float32)
-    for first in range(seen // N * N, seen_end, N):
-        row = first + tl.arange(0, N)
-        mask = _in_range(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
-        x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0)  # [N, M]
-        v_amax = larger(v_amax, amax(x.to(tl.float32), axis=0))
-    scale, factor = fp32_scale(v_amax, FP32_MAX, FORMAT)
-    tl.store(codes.scale + (number * key_heads + key_head) * V.dim + lane, scale, mask=exists)
-    token = batch * lengths.k + start
-    to_ptr = _codes_ptr(codes, key_head, token, number, V)
-    to_ptr = to_ptr + (lane.to(tl.int64) * _stride(codes.columns, COLUMNS))[:, None]
-    # All columns fit; the explicit bound is for the prover, which cannot derive that.
-    room = _stride(codes.columns, COLUMNS) // COLUMNS - token // COLUMNS - number
-    end = tl.maximum(tl.minimum(tl.cdiv(sequence.k, COLUMNS), room), 0).to(tl.int32) * COLUMNS
-    for first in range(0, end, N):
-        row = first + tl.arange(0, N)
-        mask = _in_range(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
-        x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(tl.float32)
-        encoded = encode(scaled(x, factor[None, :], FORMAT), FORMAT, CAST)
-        tl.store(to_ptr + row[None, :], tl.trans(encoded), mask=exists[:, None] & (row < end)[None, :])
-
-
 # ---- forward --------------------------------------------------------------------------------------------
 
 
@@ -185,7 +83,8 @@ def attention_kernel(
     query: Place,
     key: Place,
     value: Place,
-    query_scale: Place,  # fp32, one per query and head, if queries and keys are codes; else absent
+    # If queries and keys are codes: fp32, one per query and head, or e8m0, one for every GROUP elements; else absent.
+    query_scale: Place,
     key_scale: Place,
     value_codes: ValueCodes,  # in place of `value`, or absent
     y: Place,  # only its dtype is read if the kernel stores nothing but the quantized copy
@@ -211,6 +110,8 @@ def attention_kernel(
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
     LIMITED: tl.constexpr = TILE.limited
+    IN_INT8: tl.constexpr = TILE.values == "int8"
+    GROUPS: tl.constexpr = TILE.groups
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -227,10 +128,16 @@ def attention_kernel(
     if value_codes.ptr is None:
         v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
     else:
+        UNIT: tl.constexpr = BLOCK if IN_INT8 else COLUMNS
         tokens = sequence.batch * lengths.k + sequence.k_start
-        v_ptr = _codes_ptr(value_codes, key_head, tokens, sequence.number, V)
+        v_ptr = codes_ptr(value_codes, key_head, tokens, sequence.number, V, UNIT)
     q = load_heads(q_ptr, query.at.token, sequence.first, limit, M, QK, ALIGN)
-    if query_scale.ptr is not None:
+    if GROUPS is not None:
+        BYTES: tl.constexpr = GROUPS.dim & -GROUPS.dim  # divides all strides of the scales
+        q_scale_ptr = first_token(query_scale, sequence.batch, sequence.q_start, head, BYTES)
+        k_scale_ptr = first_token(key_scale, sequence.batch, sequence.k_start, key_head, BYTES)
+        q_scale = load_heads(q_scale_ptr, query_scale.at.token, sequence.first, limit, M, GROUPS, BYTES)
+    elif query_scale.ptr is not None:
         row_scale = _scales(query_scale, sequence.batch, sequence.q_start, head, sequence.first, limit, M)
     m_i = tl.full((M,), MINUS_INFINITY, tl.float32)
     l_i = or_nan(tl.zeros((M,), tl.float32), sequence, lengths)
@@ -242,7 +149,7 @@ def attention_kernel(
         weight = tl.where(sink == MINUS_INFINITY, 0.0, tl.where(sink == sink, 1.0, sink))
         l_i += tl.where(row < sequence.q, weight, 0.0)
     if value_codes.ptr is not None:
-        l_i *= P_SCALE
+        l_i *= P_SCALE_INT8 if IN_INT8 else P_SCALE
     tile_max = tl.full((M,), MINUS_INFINITY, tl.float32)
     acc = zeros(M, V)
     if LIMITED:
@@ -253,8 +160,12 @@ def attention_kernel(
     for start in range(begin // N * N, end, N):
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
-        qk = across(q, k)  # [M, N]
-        if query_scale.ptr is not None:
+        if GROUPS is not None:
+            k_scale = load_heads(k_scale_ptr, key_scale.at.token, start, sequence.k, N, GROUPS, BYTES)
+            qk = across_groups(q, q_scale, k, k_scale, scores.scale * 0.0)  # [M, N]
+        else:
+            qk = across(q, k)  # [M, N]
+        if GROUPS is None and query_scale.ptr is not None:
             col_scale = _scales(key_scale, sequence.batch, sequence.k_start, key_head, start, sequence.k, N)
             qk = qk.to(tl.float32) * row_scale[:, None] * col_scale[None, :]
         s, _ = capped(qk, scores, CAPPED)
@@ -271,20 +182,34 @@ def attention_kernel(
         m_new = tl.maximum(m_i, row_max)
         # While a row has seen no key, m_new is -inf: subtract 0 instead, so that -inf - -inf never becomes NaN.
         m_safe = tl.where(m_new == MINUS_INFINITY, 0.0, m_new)
-        p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
-        p = tl.exp2(s * factor - p_offset[:, None])
         alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        if value_codes.ptr is None:
-            v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+        if IN_INT8:
+            # Relative to the maximum of its own tile, a weight is rounded to more bits than relative to m_new; the
+            # tile's sums take the factor beta instead.
+            m_tile = tl.where(row_max == MINUS_INFINITY, 0.0, row_max)
+            p = tl.exp2(s * factor - (m_tile - LOG2_P_SCALE_INT8)[:, None])
+            beta = tl.exp2(row_max - m_safe)
+            l_i = l_i * alpha + tl.sum(p, axis=1) * beta
+            v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, BLOCK)
+            block = tokens // BLOCK + sequence.number + start // BLOCK
+            v_scale_ptr = value_codes.scale + (block * (heads.q // heads.group) + key_head) * V.dim
+            acc = add_coded_product(times(acc, alpha[:, None]), p, beta[:, None], v, v_scale_ptr, V)
         else:
-            v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
-        acc = add_product(times(acc, alpha[:, None]), p.to(v.first.dtype), v)
+            p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
+            p = tl.exp2(s * factor - p_offset[:, None])
+            l_i = l_i * alpha + tl.sum(p, axis=1)
+            if value_codes.ptr is None:
+                v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
+            else:
+                v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
+            acc = add_product(times(acc, alpha[:, None]), p.to(v.first.dtype), v)
         m_i = m_new
 
     empty = l_i == 0.0
     out = times(acc, 1.0 / tl.where(empty, 1.0, l_i)[:, None])
-    if value_codes.ptr is not None:
+    if IN_INT8:
+        l_i *= 1.0 / P_SCALE_INT8
+    elif value_codes.ptr is not None:
         scale_row = sequence.number * (heads.q // heads.group) + key_head
         out = times_columns(out, value_codes.scale + scale_row * V.dim, V)
         l_i *= 1.0 / P_SCALE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from ...quant import Format
 from ...runtime import BoundLaunch, Capabilities, Launch, capabilities_of, remembered, scratch
 from ..common.copies import cast_mode, copy_arguments
 from ..common.heads import LAYOUTS, NO_STRIDES, Strides, contiguous_heads
-from ..common.kv_cache import E4M3
 from ..common.results import ResultOptions
 from ..common.rows import align_of, contiguous
 from ..common.sums import sum_partials
@@ -22,22 +22,18 @@ from .arguments import (
     AttentionGradients,
     AttentionOutputs,
     Mask,
+    ValueElement,
     coded_heads,
+    value_format,
 )
 from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
 from .engines import choose_library
-from .kernels import (
-    Heads,
-    ValueCodes,
-    attention_kernel,
-    delta_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
-    value_kernel,
-)
+from .kernels import attention_kernel, delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .libraries import attend, attend_backward
+from .pieces import Heads
 from .reference import memory_layout
 from .sequences import Band
+from .values import ValueCodes, value_block_kernel, value_kernel
 
 Sizes = tuple[int, ...]
 
@@ -59,7 +55,8 @@ class Forms(NamedTuple):
     dtype: torch.dtype
     query_scale: Sizes | None = None  # strides
     key_scale: Sizes | None = None
-    value_columns: int = 0  # columns of value codes; 0 if values are not quantized
+    values: ValueElement | None = None  # element in which values are multiplied
+    grouped: bool = False  # each scale of query and key covers GROUP elements
 
     @staticmethod
     def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
@@ -89,6 +86,12 @@ class Forms(NamedTuple):
             self.key_shape[heads],
         )
 
+    @property
+    def forward_kernel(self) -> str:
+        """Name of the forward kernel in `choices.json`."""
+        values = self.values if self.grouped or self.values == "int8" else None
+        return "_".join(filter(None, ("forward", "mx" if self.grouped else "", values)))
+
     def tiles(self, tokens: int, rows: int) -> int:
         """Count the tiles of `rows` tokens of a head. With packed sequences, tiles start at sequence starts and also
         cover the tokens before the first sequence and after the last."""
@@ -97,7 +100,15 @@ class Forms(NamedTuple):
     def inputs(self) -> list[Strides]:
         """Return the strides of query, key and value; none for value codes, whose layout is fixed."""
         query, key, value = (_at(strides, self.layout) for strides in (self.query, self.key, self.value))
-        return [query, key, NO_STRIDES if self.value_columns else value]
+        return [query, key, value if self.values is None else NO_STRIDES]
+
+    @property
+    def value_columns(self) -> int:
+        """Number of columns of the value codes; 0 if values are not quantized."""
+        if self.values is None:
+            return 0
+        counts, unit = self.counts, VALUE_COLUMNS[self.values]
+        return (counts.batch * counts.k // unit + (self.sequences or counts.batch)) * unit
 
 
 class Counts(NamedTuple):
@@ -115,10 +126,6 @@ class Counts(NamedTuple):
 
     def grouped(self) -> Heads:
         return Heads(self.heads, self.heads // self.key_heads)
-
-    def value_columns(self, sequences: int) -> int:
-        """Return the number of columns of the value codes."""
-        return (self.batch * self.k // VALUE_COLUMNS + (sequences or self.batch)) * VALUE_COLUMNS
 
     def band(self, mask: Mask) -> Band:
         """Return the mask as kernels take it, with missing bounds replaced by one that no pair of tokens reaches."""
@@ -157,12 +164,16 @@ def _tile(
 ) -> tuple[AttentionTile, dict[str, Any]]:
     """Return the tile of a kernel and the options of its launch."""
     dim, itemsize = forms.shape[-1], forms.dtype.itemsize
-    config = attention_config(kernel, dim, forms.v_dim, itemsize, target)
+    name = forms.forward_kernel if kernel == "forward" else kernel
+    config = attention_config(name, dim, forms.v_dim, itemsize, target)
     strides = (stride for at in places for stride in at)
     align = align_of(dim, forms.v_dim, *strides, least=8 if itemsize == 1 else 16 // itemsize)
     # A step of the dot takes 32 bytes.
     widths = (Width.of(dim, 16 if itemsize > 1 else 32), Width.of(forms.v_dim))
-    tile = AttentionTile(config.m, config.n, *widths, forms.mask.banded, forms.capped, forms.limited, align)
+    n = config.n if forms.values != "int8" else min(config.n, VALUE_COLUMNS["int8"])
+    tile = AttentionTile(config.m, n, *widths, forms.mask.banded, forms.capped, forms.limited, align)
+    if kernel == "forward":
+        tile = replace(tile, values=forms.values, groups=widths[0].groups if forms.grouped else None)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
@@ -200,8 +211,8 @@ def _forward(forms: Forms, to: ResultForm, codes: tuple[int, int, int], target: 
         query=query,
         key=key,
         value=value,
-        query_scale=_at(forms.query_scale and (*forms.query_scale, 1), forms.layout),
-        key_scale=_at(forms.key_scale and (*forms.key_scale, 1), forms.layout),
+        query_scale=_at(forms.query_scale, forms.layout),
+        key_scale=_at(forms.key_scale, forms.layout),
         value_codes=forms.value_columns,
         y=y,
         copy=codes if fused else (0, 0, 0),
@@ -215,10 +226,17 @@ def _forward(forms: Forms, to: ResultForm, codes: tuple[int, int, int], target: 
 @remembered
 def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
     """Bind the kernel that encodes values."""
+    assert forms.values is not None
     counts, value = forms.counts, _at(forms.value, forms.layout)
     tile, options = _tile("value", forms, target, value)
-    launch = Launch.of(value_kernel, TILE=tile, FORMAT=E4M3, CAST=cast_mode(target), **options)
-    programs = -(-forms.v_dim // tile.m) * counts.key_heads * (forms.sequences or counts.batch)
+    kernel, format = value_kernel, value_format(forms.values)
+    programs = -(-forms.v_dim // tile.m) * counts.key_heads
+    if forms.values == "int8":
+        kernel, blocks = value_block_kernel, forms.tiles(counts.k, VALUE_COLUMNS["int8"])
+        programs *= blocks * counts.batch
+    else:
+        programs *= forms.sequences or counts.batch
+    launch = Launch.of(kernel, TILE=tile, FORMAT=format, CAST=cast_mode(target), **options)
     return launch.bind(
         (programs, 1, 1),
         value=value,
@@ -232,12 +250,14 @@ def _value(forms: Forms, target: Capabilities) -> BoundLaunch:
 def _coded_values(
     value: Tensor, starts: tuple[Tensor | None, ...], forms: Forms, target: Capabilities
 ) -> ValueCodes:
-    counts, device = forms.counts, value.device
-    shape = counts.key_heads, forms.v_dim
-    codes = scratch((*shape, forms.value_columns), torch.uint8, device)
-    scale = scratch((forms.sequences or counts.batch, *shape), torch.float32, device)
-    _value(forms, target)(*value_kernel.tensors(value=value, codes=(codes, scale), lengths=starts))
-    return ValueCodes(codes, scale, forms.value_columns)
+    counts, device, columns = forms.counts, value.device, forms.value_columns
+    shape, int8 = (counts.key_heads, forms.v_dim), forms.values == "int8"
+    codes = scratch((*shape, columns), torch.int8 if int8 else torch.uint8, device)
+    scales = columns // VALUE_COLUMNS["int8"] if int8 else forms.sequences or counts.batch
+    scale = scratch((scales, *shape), torch.float32, device)
+    kernel = value_block_kernel if int8 else value_kernel
+    _value(forms, target)(*kernel.tensors(value=value, codes=(codes, scale), lengths=starts))
+    return ValueCodes(codes, scale, columns)
 
 
 def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
@@ -251,9 +271,12 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     to, result = a.result, o.result
     forms = Forms.of(a, query, key, value)
     if query_scale is not None and key_scale is not None:
-        forms = forms._replace(query_scale=query_scale.stride(), key_scale=key_scale.stride())
-    if a.values is not None:
-        forms = forms._replace(value_columns=forms.counts.value_columns(forms.sequences))
+        forms = forms._replace(
+            query_scale=_scale_strides(query_scale, query),
+            key_scale=_scale_strides(key_scale, key),
+            values=a.values,
+            grouped=query_scale.dtype == torch.uint8,
+        )
     starts, target = tuple(map(contiguous, a.packed)), capabilities_of(query.device)
     y: Tensor | None = result.y
     copy = copy_arguments(result.copies(to.format)[0])
@@ -290,6 +313,11 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     if to.format is not None and not bound.fused:
         assert y is not None
         quantize_into(result, to, y.view(-1, y.shape[-1]))
+
+
+def _scale_strides(scale: Tensor, heads: Tensor) -> Sizes:
+    """Return the strides of the scales of heads, with one for the last dimension of heads."""
+    return scale.stride() if scale.dim() == heads.dim() else (*scale.stride(), 1)
 
 
 def _rowwise_only(to: ResultOptions) -> bool:

@@ -23,11 +23,26 @@ class Scores(NamedTuple):
     softcap: float
 
 
+class Heads(NamedTuple):
+    """Number of query heads; each key head is shared by `group` of them."""
+
+    q: int
+    group: int
+
+
 class Pieces(NamedTuple):
     """Tile of heads in two pieces; the second is None if one piece holds the whole head."""
 
     first: Any
     second: Any
+
+
+@triton.jit
+def first_token(place, batch, start, head, ALIGN: tl.constexpr):
+    """Return a pointer to the first token of a sequence in a head."""
+    at = place.at
+    off = batch * at.batch + start * at.token + head.to(tl.int64) * at.head
+    return place.ptr + tl.multiple_of(off, ALIGN)
 
 
 @triton.jit
@@ -69,11 +84,15 @@ def load_heads(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def load_transposed(ptr, columns, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Load rows from `start` on of one e4m3 head that is stored transposed: rows are contiguous, and columns have a
-    stride of `columns` bytes. Rows from `limit` to the next multiple of ALIGN may hold anything finite."""
+    """Load rows from `start` on of one head of int8 or, as bytes, e4m3 codes that is stored transposed: rows are
+    contiguous, and columns have a stride of `columns` bytes. Rows from `limit` to the next multiple of ALIGN may hold
+    anything finite."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
-    codes_ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    if ptr.dtype.element_ty == tl.uint8:
+        codes_ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    else:
+        codes_ptr = ptr
     first = _columns_of(codes_ptr, columns, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
     if SECOND:
         second = _columns_of(codes_ptr, columns, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
@@ -190,6 +209,35 @@ def across(a, b):
     if a.second is not None:
         total = dot(a.second, tl.trans(b.second), total)
     return total
+
+
+@triton.jit
+def across_groups(a, a_scale, b, b_scale, zero):
+    """Return a @ b^T over both pieces of e4m3 codes, whose e8m0 scales each cover 32 elements: [R, dim] and [C, dim],
+    with scales [R, dim / 32] and [C, dim / 32] -> [R, C]. `zero` is 0 at run time only: with a constant accumulator,
+    Triton 3.7's OptimizeAccumulatorInit makes invalid code of scaled products for sm_100."""
+    total = tl.zeros((a.first.shape[0], b.first.shape[0]), tl.float32) + zero
+    total = tl.dot_scaled(a.first, a_scale.first, "e4m3", tl.trans(b.first), b_scale.first, "e4m3", total)
+    if a.second is not None:
+        total = tl.dot_scaled(
+            a.second, a_scale.second, "e4m3", tl.trans(b.second), b_scale.second, "e4m3", total
+        )
+    return total
+
+
+@triton.jit
+def add_coded_product(total, weights, factor, rows, scale_ptr, WIDTH: tl.constexpr):
+    """Return total + factor * (int8(weights) @ rows) * scales of columns: weights [R, C] up to 127, int8 rows [C, dim].
+    The int32 sums are exact."""
+    # Rounded differences of large scores make weights above 127. Adding 1.5 * 2^23 rounds to the nearest even integer
+    # and leaves it in the lowest byte.
+    codes = (tl.minimum(weights, 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    if total.second is not None:
+        second = dot(codes, rows.second, None).to(tl.float32)
+        product = Pieces(dot(codes, rows.first, None).to(tl.float32), second)
+    else:
+        product = Pieces(dot(codes, rows.first, None).to(tl.float32), None)
+    return plus(total, times(times_columns(product, scale_ptr, WIDTH), factor))
 
 
 @triton.jit

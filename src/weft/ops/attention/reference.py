@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...quant.reference import quantize_copy
 from ..common.heads import canonical, laid_out
-from ..common.kv_cache import E4M3
 from ..common.results import result_reference
 from ..common.rows import compute_dtype
 from .arguments import (
@@ -23,7 +22,9 @@ from .arguments import (
     Packed,
     coded_heads,
     starts_as_read,
+    value_format,
 )
+from .configs import GROUP, VALUE_COLUMNS
 
 
 class Span(NamedTuple):
@@ -116,15 +117,25 @@ def _per_query_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _dequantized(x: Tensor, scale: Tensor | None, layout: str, dtype: torch.dtype) -> Tensor:
-    x = canonical(x, layout).to(dtype)
-    return x if scale is None else x * canonical(scale[..., None], layout).to(dtype)
+    dim, x = x.shape[-1], canonical(x, layout).to(dtype)
+    if scale is None:
+        return x
+    if scale.dtype != torch.uint8:
+        return x * canonical(scale[..., None], layout).to(dtype)
+    groups = canonical(scale, layout).view(torch.float8_e8m0fnu).to(dtype)
+    return x * groups.repeat_interleave(GROUP, -1)[..., :dim]
 
 
-def _fake_quantized_values(value: Tensor) -> Tensor:
-    """Quantize values [keys, heads, dim] to e4m3, one scale per element of a head, and dequantize them."""
-    rows = value.flatten(1).t()
-    copy = quantize_copy(rows.float(), E4M3)
-    return (copy.data.to(value.dtype) * copy.scale.view(-1, 1).to(value.dtype)).t().view(value.shape)
+def _fake_quantized_values(value: Tensor, element: str) -> Tensor:
+    """Quantize values [keys, heads, dim] and dequantize them: with one scale per element of a head over all keys, in
+    int8 over each block of keys."""
+    keys = VALUE_COLUMNS["int8"] if element == "int8" else max(len(value), 1)
+    decoded = []
+    for block in value.split(keys):
+        copy = quantize_copy(block.flatten(1).t().float(), value_format(element))
+        rows = copy.data.to(value.dtype) * copy.scale.view(-1, 1).to(value.dtype)
+        decoded.append(rows.t().view(block.shape))
+    return torch.cat(decoded)
 
 
 def attention_reference(a: AttentionArgs) -> AttentionOutputs:
@@ -141,7 +152,7 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
         if a.values is not None:
             queries = span.q.stop - span.q.start
             seen = visible(queries, len(values), a.mask, values.device).any(0)[:, None, None]
-            values = _fake_quantized_values(torch.where(seen, values, 0.0))
+            values = _fake_quantized_values(torch.where(seen, values, 0.0), a.values)
         key, value = (_per_query_head(x, heads) for x in (k[span.batch, span.k], values))
         weights = _weights(q[span.batch, span.q], key, span, a.sinks, a.mask, a.scale, a.softcap)
         pv = torch.einsum("hqk,khd->qhd", weights.p, value)

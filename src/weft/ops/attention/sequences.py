@@ -248,6 +248,16 @@ def keys_seen(sequence, band, rows, BANDED: tl.constexpr):
 
 
 @triton.jit
+def keys_seen_by_any(sequence, band, BANDED: tl.constexpr):
+    """Return (begin, end) of the keys that some query of the whole sequence sees."""
+    if BANDED:
+        begin = tl.maximum(sequence.offset - band.left, 0)
+        return begin, tl.minimum(sequence.q + sequence.offset + band.right, sequence.k)
+    else:
+        return sequence.k * 0, sequence.k
+
+
+@triton.jit
 def queries_seeing(sequence, lengths, band, ROWS: tl.constexpr, BANDED: tl.constexpr):
     """Return (begin, end, all_begin, all_end) of the queries that see keys of a tile, as `keys_seen` does."""
     if BANDED:
