@@ -39,6 +39,14 @@ class Width:
 
 
 @dataclass(frozen=True)
+class PairForm:
+    """Layout of a tensor of pairs of queries and keys."""
+
+    step: int  # stride of keys: 1, or 0 if it is the same for all of them
+    align: int  # divides the number of keys and all other strides
+
+
+@dataclass(frozen=True)
 class AttentionTile:
     """Compile-time constant of an attention kernel."""
 
@@ -50,6 +58,21 @@ class AttentionTile:
     capped: bool
     limited: bool  # queries have bounds of their own
     align: int  # divides all widths and strides
+    mask: PairForm | None = None
+    bias: PairForm | None = None
+    dbias: PairForm | None = None
+    sloped: bool = False  # scores have ALiBi
+
+
+@dataclass(frozen=True)
+class BlocksTile:
+    """Compile-time constant of the kernel that lists visited blocks, for a kernel with this tile."""
+
+    m: int
+    n: int
+    banded: bool
+    limited: bool
+    mask: PairForm
 
 
 class AttentionConfig(NamedTuple):
