@@ -611,23 +611,20 @@ def key_gradient_kernel(
         s, slope = capped(across(k, q), scores, CAPPED)  # [N, M]
         if ADDED:
             s = added(s * factor, terms, head, row[None, :], col[:, None], sequence, lengths, TILE)
-        if MASKED:
-            if hides:
-                if LIMITED:
-                    row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
-                    seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
-                else:
-                    seen = sees(row[None, :], col[:, None], sequence, band, BANDED)
+        if not MASKED:
+            hides = True if LIMITED else (start < all_begin) | (start + M > all_end) | hidden
+        if hides:
+            if LIMITED:
+                row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
+                seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
+            else:
+                seen = sees(row[None, :], col[:, None], sequence, band, BANDED)
+            if MASKED:
                 bits = load_pairs(
                     terms.mask, sequence.batch, head, row[None, :], col[:, None], lengths, TILE.mask
                 )
-                s = tl.where(seen & (bits != 0), s, MINUS_INFINITY)
-        elif LIMITED:
-            row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
-            seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
+                seen = seen & (bits != 0)
             s = tl.where(seen, s, MINUS_INFINITY)
-        elif (start < all_begin) | (start + M > all_end) | hidden:
-            s = tl.where(sees(row[None, :], col[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
         p = tl.exp2(s * unit - lse[None, :])
         dv = add_product(dv, p.to(dout.first.dtype), dout)
         ds = p * (across(v, dout) - delta[None, :])
