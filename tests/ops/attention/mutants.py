@@ -10,6 +10,8 @@ FILE = "ops/attention/kernels.py"
 LAUNCH = "ops/attention/launch.py"
 TILES = "ops/attention/pieces.py"
 WHERE = "ops/attention/sequences.py"
+MASKS = "ops/attention/masks.py"
+TERMS = "ops/attention/pair_terms.py"
 R = "ops/attention/test.py::"
 
 CAUSAL, LOWER, UPPER, FEWER_KEYS = (
@@ -31,8 +33,8 @@ BATCH = f"{R}test_batch_heads_and_masked_keys_change_no_bit"
 CODES = f"{R}test_quantized_results_equal_quantize[128-1x128]"
 
 AT = "(sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row"
-MASKED = "if (start < all_begin) | (start + N > all_end):"
-KEYS = "for start in range(begin // N * N, end, N):"
+MASKED = "hides = (start < all_begin) | (start + N > all_end)"
+KEYS = "for start in range(begin // STEP * STEP, end, STEP):"
 
 L = "ops/attention/test_limits.py::"
 PREFIX, PREFIX_WINDOW, LIMIT, LIMITED_CAUSAL = (
@@ -45,6 +47,24 @@ PREFIX, PREFIX_WINDOW, LIMIT, LIMITED_CAUSAL = (
     )
 )
 LIMITED_PACKED, VAIN_LIMIT = f"{L}test_packed_sequences", f"{L}test_flops_match_the_visible_blocks[window]"
+
+P = "ops/attention/test_masks.py::"
+PAIRS, PAIRS_LOWER, PAIRS_WINDOW = (
+    f"{P}test_masks[{case}]" for case in ("150-150-full", "37-192-lower", "150-150-window")
+)
+OF_PAIRS, OF_HEADS, OF_KEYS, OF_QUERIES = (
+    f"{P}test_masks_and_biases_that_broadcast[of-{what}]" for what in ("pairs", "heads", "keys", "queries")
+)
+BIAS, SLOPES, STRIDED = (
+    f"{P}test_biases[37-129-full]",
+    f"{P}test_alibi[full-2]",
+    f"{P}test_strides_of_masks_and_biases",
+)
+NAN_PAIRS = f"{P}test_keys_and_queries_outside_all_pairs_may_hold_anything"
+VAIN_MASK, VAIN_MASK_CAUSAL = (
+    f"{P}test_flops_match_the_visible_blocks[{mask}-4]" for mask in ("full", "causal")
+)
+ALL_TERMS, ALONE = f"{P}test_with_all_other_options[dtype0]", f"{P}test_bits_depend_on_no_other_sequence"
 
 E = "ops/attention/test_eight_bits.py::"
 EIGHT_BITS, EIGHT_BITS_PACKED = f"{E}test_scores_are_those_of_the_codes[cpu-int8]", f"{E}test_packed"
@@ -154,6 +174,27 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("sink in base 2", "attention_kernel", "tl.minimum(sink * LOG2E, LARGEST)", "tl.minimum(sink, LARGEST)", (SINKS,)),
         ("infinite sink subtracted from itself", "attention_kernel", "tl.minimum(sink * LOG2E, LARGEST)", "sink * LOG2E", (SINKS,)),
         ("sink of the first head", "attention_kernel", "sinks_ptr + head", "sinks_ptr + head * 0", (SINKS,)),
+        ("hidden pairs seen", "attention_kernel", "seen = seen & (bits != 0)", "seen = seen & (bits == bits)", (PAIRS,)),
+        ("a mask instead of the bounds", "attention_kernel", "seen = seen & (bits != 0)", "seen = bits != 0", (PAIRS_LOWER,)),
+        ("NaN of values that no query sees", "attention_kernel", "start, sequence.k, N, V, ALIGN, used)", "start, sequence.k, N, V, ALIGN)", (NAN_PAIRS,)),
+        ("scores with a bias scaled twice", "attention_kernel", "unit = 1.0 if ADDED else factor", "unit = factor", (BIAS,)),
+        ("bias in base e", f"{MASKS}:added", "bias.to(tl.float32) * LOG2E", "bias.to(tl.float32)", (BIAS,)),
+        ("slopes in base e", f"{MASKS}:added", "tl.load(terms.slopes + head * 2) * LOG2E", "tl.load(terms.slopes + head * 2)", (SLOPES,)),
+        ("slopes of the first head", f"{MASKS}:added", "terms.slopes + head * 2 + 1", "terms.slopes + 1", (SLOPES,)),
+        ("later keys raised", f"{MASKS}:added", "distance * -after", "distance * after", (SLOPES,)),
+        ("one slope for both sides", f"{MASKS}:added", "distance * -after", "distance * -before", (SLOPES,)),
+        ("distances from the first key", f"{MASKS}:distances", "key - query - sequence.offset", "key - query", (SLOPES,)),
+        ("pairs of the first sequence", f"{MASKS}:_address", "batch.to(tl.int64) * pairs.batch", "batch.to(tl.int64) * 0 * pairs.batch", (BIAS,)),
+        ("pairs of the first head", f"{MASKS}:_address", "head.to(tl.int64) * pairs.head", "head.to(tl.int64) * 0 * pairs.head", (BIAS,)),
+        ("pairs of the first query", f"{MASKS}:_address", "query.to(tl.int64) * tl.multiple_of", "query.to(tl.int64) * 0 * tl.multiple_of", (BIAS,)),
+        ("any stride of keys taken for 1", f"{TERMS}:pair_form", "strides[3] != 1", "strides[3] == 0", (f"{P}test_masks_and_biases_that_broadcast[of-sequences]", STRIDED)),
+        ("strides that broadcast taken for 1", f"{TERMS}:pair_form", "PairForm(0, 1)", "PairForm(1, 1)", (OF_QUERIES,)),
+        ("alignment of the sizes alone", f"{TERMS}:pair_form", "align_of(keys, *strides[:3], least=16 // itemsize)", "align_of(keys // 16 * 16, *strides[:3], least=16 // itemsize)", (OF_KEYS, f"{P}test_biases[129-37-full]", f"{P}test_masks[1-70-full]")),
+        ("lists of the first sequence", f"{MASKS}:visits_of", "batch.to(tl.int64) * blocks.per_batch * lists", "batch.to(tl.int64) * 0 * blocks.per_batch * lists", (PAIRS,)),
+        ("lists of the first head", f"{MASKS}:visits_of", "head * blocks.per_head) * tiles", "head * 0 * blocks.per_head) * tiles", (PAIRS,)),
+        ("lists of the first tile", f"{MASKS}:visits_of", "* tiles + tile", "* tiles + tile * 0", (PAIRS,)),
+        ("the first entry for all", f"{MASKS}:visit", "tl.load(visits.entries + step)", "tl.load(visits.entries + step * 0)", (PAIRS,)),
+        ("partial blocks taken for full ones", f"{MASKS}:visit", "entry % 2 != 0", "entry % 2 > 1", (PAIRS,)),
         ("softcap of what is not scaled", f"{TILES}:capped", "scores.scale / scores.softcap", "1.0 / scores.softcap", (SOFTCAP,)),
         ("tanh times the scale", f"{TILES}:factor_of", "return scores.softcap * LOG2E", "return scores.scale * LOG2E", (SOFTCAP,)),
         ("largest score of the last block alone", "attention_kernel", "tile_max = tl.maximum(tile_max, row_max)", "tile_max = tl.maximum(row_max, row_max)", (LARGEST,)),
@@ -163,6 +204,23 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("a number past the width", f"{TILES}:addresses", "(number < WIDTH.dim)", "(number <= WIDTH.dim)", (PART,)),
         ("all heads in the first one's columns", "attention_kernel", "head * V.dim,", "head * 0,", (CODES,)),
         ("codes of what is not rounded", "attention_kernel", "rounded(out.first, y.ptr).to(tl.float32)", "out.first", (CODES,)),
+    ],
+    "blocks_kernel": [
+        ("bounds of the band ignored", f"{MASKS}:blocks_kernel", "seen = seen & sees(q, k, sequence, band, BANDED)", "seen = seen & sees(q, k, sequence, band, False)", (VAIN_MASK_CAUSAL,)),
+        ("the mask ignored", f"{MASKS}:blocks_kernel", "lengths, TILE.mask) != 0", "lengths, TILE.mask) >= 0", (PAIRS,)),
+        ("bounds of queries ignored", f"{MASKS}:blocks_kernel", "seen = seen & (k >= begin) & (k < end)", "seen = seen & (k >= begin)", (ALL_TERMS,)),
+        ("all blocks visited", f"{MASKS}:blocks_kernel", "visited = tl.max(in_pair, axis=0)", "visited = tl.max(in_pair, axis=0) * 0 + 1", (VAIN_MASK,)),
+        ("blocks of one column", f"{MASKS}:blocks_kernel", "visited = tl.max(in_pair, axis=0)", "visited = tl.min(in_pair, axis=0)", (PAIRS,)),
+        ("no block full", f"{MASKS}:blocks_kernel", "block * 2 + hidden", "block * 2 + 1 + 0 * hidden", (f"{P}test_full_blocks_read_no_mask[256]",)),
+        ("every block full", f"{MASKS}:blocks_kernel", "block * 2 + hidden", "block * 2 + 0 * hidden", (PAIRS,)),
+        ("queries that do not exist hide pairs", f"{MASKS}:blocks_kernel", "(exists & (seen == 0))", "(seen == 0)", (f"{P}test_full_blocks_read_no_mask[200]",)),
+        ("every token used", f"{MASKS}:blocks_kernel", "in_pair.to(tl.uint8)", "(in_pair * 0 + 1).to(tl.uint8)", (NAN_PAIRS,)),
+        ("used tokens of all heads in one place", f"{MASKS}:blocks_kernel", "each.to(tl.int64) * tokens + other", "each.to(tl.int64) * 0 * tokens + other", (NAN_PAIRS, PAIRS)),
+        ("skipped blocks counted", f"{MASKS}:blocks_kernel", "tl.minimum(count + visited, block + 1)", "(count * 0 + block + 1)", (PAIRS,)),
+        ("the first head for all", f"{MASKS}:blocks_kernel", "number % lists * heads_each + each", "number % lists * 0 * heads_each + each", (PAIRS,)),
+        ("the first sequence for all", f"{MASKS}:blocks_kernel", "sequence_at(tile, number // lists,", "sequence_at(tile, number // lists * 0,", (PAIRS,)),
+        ("one head of a tile of keys", f"{MASKS}:blocks_kernel", "range(heads_each * per_head)", "range(per_head)", (OF_HEADS,)),
+        ("lists shared by sequences of other lengths", f"{TERMS}:Lists.of", "int(terms.mask[0] != 0 or terms.own_bounds)", "int(terms.mask[0] != 0)", (ALL_TERMS,)),
     ],
     "value_kernel": [
         ("scales of the first head", "value_kernel", "(number * key_heads + key_head) * V.dim", "(number * key_heads) * V.dim", (VALUES,)),
@@ -204,6 +262,17 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gradient of sinks of the last tile alone", f"{LAUNCH}:launch_attention_backward", "sum_partials(sums, o.sinks)", "sum_partials(sums[-1:].contiguous(), o.sinks)", (SINKS,)),
     ],
     "query_gradient_kernel": [
+        ("hidden pairs seen", "query_gradient_kernel", "seen = seen & (bits != 0)", "seen = seen & (bits == bits)", (PAIRS,)),
+        ("NaN of keys that no query sees", "query_gradient_kernel", "start, sequence.k, N, QK, ALIGN, used)", "start, sequence.k, N, QK, ALIGN)", (NAN_PAIRS,)),
+        ("NaN of values that no query sees", "query_gradient_kernel", "tl.where(p == 0.0, 0.0, ds)", "ds", (NAN_PAIRS,)),
+        ("gradient of the bias with the slope of the cap", "query_gradient_kernel", "dterm = ds * sound", "dterm = ds * sound * (slope if CAPPED else 1.0)", (ALL_TERMS,)),
+        ("gradient of slopes on one side", "query_gradient_kernel", "dafter -= tl.sum(ds * tl.maximum(distance, 0.0), axis=1)", "dafter -= tl.sum(ds * distance, axis=1)", (SLOPES,)),
+        ("gradient of slopes of the last block alone", "query_gradient_kernel", "dbefore += tl.sum(", "dbefore = tl.sum(", (SLOPES,)),
+        ("gradient of slopes with the wrong sign", "query_gradient_kernel", "dafter -= tl.sum(", "dafter += tl.sum(", (SLOPES,)),
+        ("gradients of slopes of all heads in one place", "query_gradient_kernel", "* heads.q + head) * 2", "* heads.q) * 2", (SLOPES,)),
+        ("gradients of all sequences in one place", "query_gradient_kernel", "store_pairs(dterm, dbias, sequence.batch, head", "store_pairs(dterm, dbias, sequence.batch * 0, head", (BIAS,)),
+        ("gradients of skipped pairs not zeroed", f"{TERMS}:score_gradients", "dbias if all_visited else dbias.zero_()", "dbias", (f"{P}test_biases[37-129-window]", f"{P}test_biases[150-150-lower]")),
+        ("gradients summed over one dimension", f"{TERMS}:sum_pairs", "last = dim == summed[-1]", "last = dim == summed[0]", (OF_KEYS,)),
         ("not scaled", "query_gradient_kernel", "or_nan(scores.scale, sequence, lengths)", "or_nan(1.0, sequence, lengths)", (CAUSAL,)),
         ("a sequence out of range looks right", "query_gradient_kernel", "or_nan(scores.scale, sequence, lengths)", "scores.scale", ANY_STARTS),
         ("slope of the cap left out", "query_gradient_kernel", "ds = ds * slope", "ds = ds + 0.0 * slope", (SOFTCAP,)),
@@ -212,9 +281,9 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("lse in base e", "query_gradient_kernel", "_lse_in_base_2(tl.load(lse_ptr + at, mask=row < limit, other=0.0))", "tl.load(lse_ptr + at, mask=row < limit, other=0.0)", (CAUSAL,)),
         ("-inf subtracted from -inf", "_lse_in_base_2", "tl.where(lse == MINUS_INFINITY, 0.0, lse * LOG2E)", "lse * LOG2E", (NOTHING,)),
         ("masked at both ends or not at all", "query_gradient_kernel", MASKED, MASKED.replace("|", "&"), (CAUSAL,)),
-        ("first block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("N * N", "N * N + N"), (CAUSAL,)),
+        ("first block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("STEP * STEP", "STEP * STEP + STEP"), (CAUSAL,)),
         ("last block of keys left out", "query_gradient_kernel", KEYS, KEYS.replace("end", "end - N"), (CAUSAL,)),
-        ("blocks before the window", "query_gradient_kernel", KEYS, KEYS.replace("begin // N * N", "0"), (VAIN_WINDOW,)),
+        ("blocks before the window", "query_gradient_kernel", KEYS, KEYS.replace("begin // STEP * STEP", "0"), (VAIN_WINDOW,)),
         ("the last block alone", "query_gradient_kernel", "add_product(acc, ds", "add_product(times(acc, 0.0), ds", (CAUSAL,)),
         ("keys of the first head", "query_gradient_kernel", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)", "k_ptr = _base(key, sequence.batch, sequence.k_start, key_head * 0, ALIGN)", (CAUSAL,)),
         ("heads of keys one after another", "query_gradient_kernel", "key_head = head // heads.group", "key_head = head % (heads.q // heads.group)", (GROUPS,)),
@@ -223,6 +292,15 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("keys past kv_lengths are loaded", "query_gradient_kernel", "v = load_heads(v_ptr, value.at.token, start, sequence.k, N", "v = load_heads(v_ptr, value.at.token, start, start + N, N", (HIDDEN,)),
     ],
     "key_gradient_kernel": [
+        ("hidden pairs seen", "key_gradient_kernel", "seen = seen & (bits != 0)", "seen = seen & (bits == bits)", (PAIRS,)),
+        ("NaN of queries that see nothing", "key_gradient_kernel", "sequence.q, M, QK, ALIGN, used)", "sequence.q, M, QK, ALIGN)", (NAN_PAIRS,)),
+        ("NaN of gradients of queries that see nothing", "key_gradient_kernel", "sequence.q, M, V, ALIGN, used)", "sequence.q, M, V, ALIGN)", (NAN_PAIRS,)),
+        ("NaN of values that no query sees", "key_gradient_kernel", "tl.where(p == 0.0, 0.0, ds)", "ds", (NAN_PAIRS,)),
+        ("one head of a list", "key_gradient_kernel", "tl.minimum(step // per_head + each, heads.group - 1)", "tl.minimum(step // per_head, heads.group - 1)", (OF_HEADS,)),
+        ("used queries of the first head", "key_gradient_kernel", "each.to(tl.int64) * lengths.q", "each.to(tl.int64) * 0 * lengths.q", (PAIRS,)),
+        ("heads of a shared list left out", "key_gradient_kernel", "visits.count, heads.group // heads_each", "visits.count, 1 + 0 * heads_each", (OF_PAIRS,)),
+        ("blocks of all heads the first one's", "key_gradient_kernel", "block % q_blocks * M", "block * M", (PAIRS,)),
+        ("scores with a bias scaled twice", "key_gradient_kernel", "unit = 1.0 if ADDED else factor", "unit = factor", (BIAS,)),
         ("queries of the prefix left out", f"{WHERE}:queries_seeing", "tl.where(inside, tl.minimum(begin, tl.maximum(-sequence.offset, 0)), begin)", "begin", (f"{L}test_prefixes[150-150-lower]",)),
         ("queries after the band left out", f"{WHERE}:queries_seeing", "tl.where(inside, tl.maximum(end, last_inside), end)", "end", (PREFIX_WINDOW,)),
         ("queries that see nothing visited", f"{WHERE}:queries_between", "seeing = (key < key_end)", "seeing = (key < key_end + 1000)", (VAIN_LIMIT,)),
@@ -235,8 +313,8 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("dV of a sequence out of range looks right", "key_gradient_kernel", "times(dv, or_nan(1.0, sequence, lengths))", "dv", ANY_STARTS),
         ("slope of the cap left out", "key_gradient_kernel", "ds = ds * slope", "ds = ds + 0.0 * slope", (SOFTCAP,)),
         ("delta left out", "key_gradient_kernel", "across(v, dout) - delta[None, :]", "across(v, dout) - 0.0 * delta[None, :]", (CAUSAL,)),
-        ("first head of a group alone", "key_gradient_kernel", "range(blocks * heads.group)", "range(blocks)", (GROUPS,)),
-        ("last head of a group left out", "key_gradient_kernel", "range(blocks * heads.group)", "range(blocks * (heads.group - 1))", (GROUPS,)),
+        ("first head of a group alone", "key_gradient_kernel", "range(blocks * repeats)", "range(blocks)", (GROUPS,)),
+        ("last head of a group left out", "key_gradient_kernel", "range(blocks * repeats)", "range(blocks * (repeats - 1))", (GROUPS,)),
         ("heads of another group", "key_gradient_kernel", "key_head * heads.group + tl.minimum(step // per_head, heads.group - 1)", "key_head + step // per_head * (heads.q // heads.group)", (GROUPS,)),
         ("last block of queries left out", "key_gradient_kernel", "tl.cdiv(tl.maximum(end - begin, 0), M)", "(tl.maximum(end - begin, 0) // M)", (CAUSAL,)),
         ("every block the first", "key_gradient_kernel", "begin + step % per_head * M", "begin + step % per_head * 0", (CAUSAL,)),

@@ -351,7 +351,7 @@ def backward_of(
 ) -> AttentionBackwardArgs:
     return AttentionBackwardArgs(
         y, dlse, y, lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap, a.layout,
-        a.engine, AttentionGradients(True, True, True, False),
+        a.engine, AttentionGradients(True, True, True, False, False, False),
     )  # fmt: skip
 
 
@@ -514,7 +514,7 @@ def test_calls_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call["query"].shape == (1, 4, 100, 64)
     assert call.get("compute_log_sumexp", True) is True
     if entry.backward is not None:
-        grads = AttentionGradients(*(torch.empty_like(x) for x in (query, key, value)), None)
+        grads = AttentionGradients(*(torch.empty_like(x) for x in (query, key, value)), None, None, None)
         attend_backward(entry, grads, backward_of(a, o.result.y.transpose(1, 2), o.lse))
 
 

@@ -35,8 +35,9 @@ HEADS: dict[str, tuple[int, int, int, int]] = {
 }
 
 # Further arguments of `attention`, and: tokens, the queries per sequence; keys, its keys if not as many; sinks,
-# packed, kv_lengths, prefix_lengths and kv_limits: create these tensors; codes: the format of queries and keys. Tokens
-# and keys become settings of the workloads, which may vary like the sizes of its shape.
+# packed, kv_lengths, prefix_lengths, kv_limits and alibi: create these tensors; mask and bias: create them with these
+# sizes of [batch, heads, queries, keys], where "all" is the size of the call; codes: the format of queries and keys.
+# Tokens and keys become settings of the workloads, which may vary like the sizes of its shape.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"tokens": 100, "is_causal": True},
     "packed": {"tokens": 90, "packed": True, "is_causal": True, "return_lse": True},
@@ -45,6 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cross": {"tokens": 33, "keys": 75, "kv_lengths": True, "return_max": True},
     "prefix": {"tokens": 90, "is_causal": True, "prefix_lengths": True, "return_lse": True},
     "limits": {"tokens": 70, "packed": True, "kv_limits": True, "window": (30, 5), "return_lse": True},
+    "mask": {"tokens": 130, "keys": 150, "mask": ("all", 1, "all", "all"), "return_lse": True},
+    "mask-of-heads": {"tokens": 70, "mask": (1, "all", "all", "all"), "window": (30, 9)},
+    "bias": {"tokens": 90, "bias": (1, "all", "all", "all"), "return_lse": True},
+    "alibi": {"tokens": 90, "packed": True, "is_causal": True, "alibi": True},
     "1x128": {"tokens": 70, "is_causal": True, "layout": "bshd", "quantize": "1x128"},
     "eight-bits": {
         "tokens": 100,
@@ -65,6 +70,10 @@ _FORWARD: dict[str, tuple[str, ...]] = {
     "cross": ("odd/heads",),
     "prefix": ("gemma2-9b/heads",),
     "limits": ("odd/heads",),
+    "mask": ("llama3-8b/heads",),
+    "mask-of-heads": ("odd/heads",),
+    "bias": ("llama3-8b/heads",),
+    "alibi": ("odd/heads",),
     "1x128": ("llama3-8b/heads",),
     "both-copies": ("odd/heads",),
 }
@@ -80,6 +89,10 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
     "cross": ("odd/heads",),
     "prefix": ("gemma2-9b/heads",),
     "limits": ("odd/heads",),
+    "mask": ("llama3-8b/heads",),
+    "mask-of-heads": ("odd/heads",),
+    "bias": ("llama3-8b/heads",),
+    "alibi": ("odd/heads",),
 }
 _TILES = "keys and values are read once for each tile of queries and each head, and the other way round in backward"
 
@@ -94,6 +107,16 @@ def _starts(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, int]:
     first = torch.zeros(1, dtype=torch.long, device=device)
     starts = torch.cat([first, lengths.cumsum(0)]).to(torch.int32)
     return starts, tokens * ((rows + 3) // 4) + (rows + 1) // 4 + tokens // 2 * (rows // 4)
+
+
+def _blocks_of(batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Create a mask with full, empty and partial blocks of 32 pairs and more; some queries see nothing."""
+    b, h, q, k = (
+        torch.arange(size, device=device).view([-1 if i == at else 1 for i in range(4)])
+        for at, size in enumerate((batch, heads, queries, keys))
+    )
+    kind = (q // 64 + k // 32 + b + h) % 4
+    return ((kind == 0) | ((kind == 1) & ((q + k) % 3 > 0))) & (q % 50 != 49)
 
 
 def _shaped(layout: str, rows: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
@@ -147,6 +170,15 @@ def _tensors(
     if options.pop("kv_limits", False):
         queries = shapes[0][0]
         tensors["kv_limits"] = torch.arange(queries, device=device) * 31 % (keys + 9) - 4
+    for name in ("mask", "bias"):
+        if name in options:
+            sizes = (
+                all_ if size == "all" else 1
+                for size, all_ in zip(options.pop(name), (rows, heads, tokens, keys), strict=True)
+            )
+            tensors[name] = _blocks_of(*sizes, device=device) if name == "mask" else inputs.normal(*sizes)
+    if options.pop("alibi", False):
+        tensors["alibi"] = inputs.normal(heads, 2, dtype=torch.float32).abs() / 8
     codes = options.pop("codes", None)
     for name, size in zip(("query", "key", "value"), shapes, strict=True):
         drawn = inputs.normal(*size)
@@ -162,16 +194,17 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 def attention_backward(
     dy: Tensor, dlse: Tensor | None, y: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor,
     sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, kv_lengths: Tensor | None = None,
-    prefix_lengths: Tensor | None = None, kv_limits: Tensor | None = None, *, mask: Mask, softcap: float, layout: str,
+    prefix_lengths: Tensor | None = None, kv_limits: Tensor | None = None, seen: Tensor | None = None,
+    bias: Tensor | None = None, alibi: Tensor | None = None, *, mask: Mask, softcap: float, layout: str,
 ) -> Any:  # fmt: skip
     """Call the backward op, with its tensors as arguments."""
-    needs = AttentionGradients(True, True, True, sinks is not None)
+    needs = AttentionGradients(True, True, True, *(x is not None for x in (sinks, bias, alibi)))
     packed = Packed(cu_seqlens, cu_seqlens, kv_lengths, prefix_lengths, kv_limits)
     scale = query.shape[-1] ** -0.5
     return catalogue["attention_backward"](
         AttentionBackwardArgs(
             dy, dlse, y, lse, query, key, value, sinks, packed, mask, scale, softcap, layout, "weft",
-            needs,
+            needs, seen, bias, alibi,
         )
     )  # fmt: skip
 
@@ -193,7 +226,7 @@ def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) 
             "dlse": inputs.normal(*lse.shape, dtype=lse.dtype) if options.get("return_lse") else None,
             "y": y,
             "lse": lse,
-            **tensors,
+            **{"seen" if name == "mask" else name: tensor for name, tensor in tensors.items()},
             "mask": Mask(left, 0 if options.get("is_causal") else right, True),
             "softcap": options.get("softcap", 0.0),
             "layout": layout,
@@ -257,6 +290,9 @@ class Head:
     key_head: int
     prefix: int
     limits: Tensor | None  # [queries]
+    seen: Tensor | None = None  # [queries, keys]
+    bias: Tensor | None = None
+    slopes: tuple[float, float] | None = None
 
 
 def spread(x: Tensor, layout: str) -> Tensor:
@@ -295,7 +331,43 @@ def _each_head(args: dict[str, Any], query: Tensor, key: Tensor) -> Iterator[Hea
         if limits is not None:
             limits = limits[queries] if starts is not None else limits[batch]
         for head in range(query.shape[2]):
-            yield Head(batch, queries, keys, head, head // group, prefix, limits)
+            seen, bias = (
+                None if pairs is None else _pairs_of(pairs, batch, head, query.shape[1], key.shape[1])
+                for pairs in (args["mask"], args["bias"])
+            )
+            slopes = None if args["alibi"] is None else _slopes_of(args["alibi"], head)
+            yield Head(batch, queries, keys, head, head // group, prefix, limits, seen, bias, slopes)
+
+
+def _pairs_of(x: Tensor, batch: int, head: int, queries: int, keys: int) -> Tensor:
+    """Return the pairs of one head, [queries, keys]."""
+    x = x.detach()
+    x = x[(None,) * (4 - x.dim())]
+    x = x.expand(x.shape[0], x.shape[1], queries, keys)
+    return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+
+def _slopes_of(alibi: Tensor, head: int) -> tuple[float, float]:
+    """Return the slopes of a head for keys before the own key, and after it."""
+    slopes = alibi[head].detach().reshape(-1)
+    return float(slopes[0]), float(slopes[-1])
+
+
+def _distances(queries: int, keys: int, options: dict[str, Any]) -> Tensor:
+    """Return how far each key lies after each query's own key, in float64."""
+    own = torch.arange(queries) + (0 if options.get("causal_align") == "upper_left" else keys - queries)
+    return (torch.arange(keys)[None, :] - own[:, None]).double()
+
+
+def _added(at: Head, queries: int, keys: int, options: dict[str, Any]) -> Tensor:
+    """Return what bias and ALiBi add to scores, [queries, keys]."""
+    total = torch.zeros(queries, keys, dtype=torch.float64)
+    if at.bias is not None:
+        total = total + at.bias[:, :keys].double()
+    if at.slopes is not None:
+        distance = _distances(queries, keys, options)
+        total = total + torch.where(distance < 0, distance * at.slopes[0], -distance * at.slopes[1])
+    return total
 
 
 def sees(queries: int, keys: int, options: dict[str, Any], at: Head | None = None) -> Tensor:
@@ -310,6 +382,8 @@ def sees(queries: int, keys: int, options: dict[str, Any], at: Head | None = Non
         seen[own, : at.prefix] = True
     if at is not None and at.limits is not None:
         seen = seen & (torch.arange(keys) < at.limits[:, None])
+    if at is not None and at.seen is not None:
+        seen = seen & at.seen[:, :keys]
     return seen
 
 
@@ -336,8 +410,10 @@ class Weights:
     error: Tensor  # [queries, 1]
 
 
-def weights_of(q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, Any]) -> Weights:
-    """Compute scores, probabilities and lse of a head, and their error bound for fp32."""
+def weights_of(
+    q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, Any], added: Tensor | None = None
+) -> Weights:
+    """Compute scores, probabilities and lse of a head, and their error bound for fp32. `added` are terms of scores."""
     scale = q.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
     cap = args["softcap"] or 0.0
     s = scale * (q @ k.T)
@@ -347,6 +423,8 @@ def weights_of(q: Tensor, k: Tensor, sink: float, seen: Tensor, args: dict[str, 
         t = torch.tanh(s / cap)
         s, slope = cap * t, 1 - t * t
         size = size.clamp(max=cap) + 8 * cap
+    if added is not None:
+        s, size = s + added, size + added.abs().nan_to_num(posinf=0.0)
     s = s.masked_fill(~seen, -math.inf)
     terms = torch.cat([s, torch.full((len(q), 1), sink, dtype=s.dtype)], 1)
     lse = torch.logsumexp(terms, 1)
@@ -438,7 +516,9 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
         "key": Buffers.zeros(*k.shape),
         "value": Buffers.zeros(*v.shape),
     }
-    dsinks = Buffers.zeros(heads)
+    dsinks, dalibi, dbias = Buffers.zeros(heads), Buffers.zeros(heads, 2), None
+    if args["bias"] is not None:
+        dbias = Buffers.zeros(batch, heads, tokens, k.shape[1])
     rounding = half_step(dtype) if dtype != torch.float32 else 0.0
     if args.get("values") is not None:
         rounding = half_step(torch.float8_e4m3fn)
@@ -450,7 +530,8 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
             seen = sees(len(qh), len(kh), args, at).any(0)[:, None]
             vh = _through_codes(torch.where(seen, vh, 0.0))
         sink = -math.inf if sinks is None else float(sinks[h].detach())
-        w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args, at), args)
+        added = _added(at, len(qh), len(kh), args)
+        w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args, at), args, added)
         y.truth[b, i, h] = out = w.p @ vh
         y.noise[b, i, h] = noise = (w.error + rounding + sum_error(len(kh))) * (w.p @ vh.abs())
         if eight_bits:
@@ -471,9 +552,19 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
             delta = delta - dlse[b, h, i][:, None]
             delta_noise += 2 * EPS32 * delta.abs()
         dp, dp_size = do @ vh.T, do.abs() @ vh.abs().T
-        ds = w.p * (dp - delta) * w.slope
+        dterm = w.p * (dp - delta)
+        ds = dterm * w.slope
         size = w.p * (dp_size + delta.abs())
-        ds_noise = size * (w.error + sum_error(v.shape[-1])) + w.p * delta_noise + rounding * ds.abs()
+        ds_noise = size * (w.error + sum_error(v.shape[-1])) + w.p * delta_noise
+        if dbias is not None:
+            dbias.truth[b, h, :, : len(kh)], dbias.noise[b, h, :, : len(kh)] = dterm, ds_noise
+        if at.slopes is not None:
+            distance = _distances(len(qh), len(kh), args)
+            for side, far in enumerate((distance.clamp(max=0), -distance.clamp(min=0))):
+                dalibi.truth[h, side] += (dterm * far).sum()
+                noise = (ds_noise + sum_error(dterm.numel()) * dterm.abs()) * far.abs()
+                dalibi.noise[h, side] += noise.sum()
+        ds_noise = ds_noise + rounding * ds.abs()
         if args["softcap"]:
             ds_noise = ds_noise + 32 * EPS32 * size
         scale = q.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
@@ -497,6 +588,14 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
         "max": top.near(),
         "dsinks": dsinks.near(),
     }
+    if dbias is not None:
+        shape = args["bias"].shape
+        summed = dbias.truth.numel() // max(math.prod(shape), 1)
+        noise = dbias.noise + (sum_error(summed) if summed > 1 else 0.0) * dbias.truth.abs()
+        expected["dbias"] = Near(dbias.truth.sum_to_size(shape), noise.sum_to_size(shape))
+    if args["alibi"] is not None:
+        one = args["alibi"].dim() == 1
+        expected["dalibi"] = Near(*(x.sum(1) if one else x for x in (dalibi.truth, dalibi.noise)))
     for name, buffers in grads.items():
         expected[f"d{name}"] = Near(*(gathered(t, layout, packed) for t in (buffers.truth, buffers.noise)))
     return expected
@@ -509,7 +608,8 @@ def attention_backward_truth(call: Call, gradients: dict[str, Tensor]) -> dict[s
     packed = args["cu_seqlens"] is not None
     of_forward = {
         **{name: args[name] for name in ("query", "key", "value", "sinks", "cu_seqlens", "kv_lengths")},
-        **{name: args[name] for name in ("prefix_lengths", "kv_limits")},
+        **{name: args[name] for name in ("prefix_lengths", "kv_limits", "bias", "alibi")},
+        "mask": args["seen"],
         "cu_seqlens_k": None,
         "window": (mask.left, mask.right),
         "is_causal": False,

@@ -67,6 +67,12 @@ class AttentionArgs(NamedTuple):
     return_max: bool
     engine: str
     result: ResultOptions
+    # Of pairs [batch, heads, queries, keys]; each size may also be 1.
+    seen: Tensor | None = None  # bool: whether the query sees the key
+    bias: Tensor | None = None  # added to the score
+    alibi: Tensor | None = (
+        None  # fp32 [heads, 2]: slopes for keys before a query's own key, and for keys after it
+    )
 
 
 EightBits = Literal["int8", "e4m3", "mxfp8"]
@@ -172,6 +178,9 @@ class AttentionBackwardArgs(NamedTuple):
     layout: str  # of query, key and value, and of their gradients
     engine: str
     needs: AttentionGradients[bool]
+    seen: Tensor | None = None
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
 
 
 class AttentionGradients(NamedTuple, Generic[G]):
@@ -179,3 +188,5 @@ class AttentionGradients(NamedTuple, Generic[G]):
     key: G  # requested together with value
     value: G
     sinks: G
+    bias: G
+    alibi: G

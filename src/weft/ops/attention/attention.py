@@ -1,7 +1,8 @@
 """Attention: softmax of scores times values, without storing the score matrix.
 
     s_ij = scale * (q_i . k_j)                               fp32 sums of exact products
-    s_ij = softcap * tanh(s_ij / softcap)                    if there is a softcap, before the mask
+    s_ij = softcap * tanh(s_ij / softcap)                    if there is a softcap
+    s_ij = s_ij + bias_ij                                    also -slope * (distance from i's own key to j): ALiBi
     s_ij = -inf                                              where query i does not see key j
     lse_i = log(exp(sink) + sum_j exp(s_ij))                 the head's sink counts here and has no value
     p_ij = exp(s_ij - lse_i)                                 rounded to the dtype of v for the product, not for lse
@@ -11,6 +12,8 @@
     ds_ij = p_ij * (dy_i . v_j - delta_i)                    times the slope of the softcap; rounded for the products
     dq_i = round(scale * sum_j ds_ij k_j)      dk_j = round(scale * sum_i ds_ij q_i)      dv_j = round(sum_i p_ij dy_i)
     dsink = -sum_i exp(sink - lse_i) * delta_i
+    dbias_ij = ds_ij without the slope, before it is rounded; summed in order over the dimensions that bias broadcasts;
+    dslope = -sum_ij ds_ij * distance_ij                     as dbias
 
 One program sums over all query heads that share a key head, in order, so the bits are the same in every run. Backward
 recomputes p, once for the gradient of queries and once for the gradients of keys and values.
@@ -49,6 +52,7 @@ from .arguments import (
 from .configs import WIDEST
 from .eight_bits import common_element, in_eight_bits
 from .engines import Engine, check_engine
+from .pair_arguments import PairMask, bias_of, check_terms, seen_pairs, slopes_of
 from .reference import attention_backward_reference, attention_reference, result_shape
 
 # ---- registration ---------------------------------------------------------------------------------------
@@ -65,6 +69,7 @@ class AttentionBackwardOp(
 ):
     def validate(self, a: AttentionBackwardArgs) -> None:
         _check_limits(a)
+        check_terms(a)
 
     def allocate(self, a: AttentionBackwardArgs) -> AttentionGradients:
         def like(x: Tensor | None, needed: bool) -> Tensor | None:
@@ -74,7 +79,7 @@ class AttentionBackwardOp(
                 else None
             )
 
-        return AttentionGradients(*map(like, (a.query, a.key, a.value, a.sinks), a.needs))
+        return AttentionGradients(*map(like, (a.query, a.key, a.value, a.sinks, a.bias, a.alibi), a.needs))
 
     @cached_property
     def launch(self) -> Callable[[AttentionGradients, AttentionBackwardArgs], None]:
@@ -120,10 +125,11 @@ class AttentionOp(
     def validate(self, a: AttentionArgs) -> None:
         _check_limits(a)
         _check_target(a)
-        if a.values is not None and a.packed.limited:
+        check_terms(a)
+        if a.values is not None and (a.packed.limited or a.seen is not None):
             raise ValueError(
-                "values in eight bits have scales for the keys that a sequence's queries see, which kv_limits and "
-                "prefix_lengths change: leave values=None"
+                "values in eight bits have scales for the keys that a sequence's queries see, which mask=, kv_limits= "
+                "and prefix_lengths= change: leave values=None"
             )
 
     @cached_property
@@ -152,11 +158,13 @@ class AttentionOp(
         elif a.layout == "bhsd":
             y, dy = y.transpose(1, 2), dy.transpose(1, 2)
         needs_kv = b.needs.key or b.needs.value
-        needs = AttentionGradients(b.needs.query, needs_kv, needs_kv, b.needs.sinks)
+        needs = AttentionGradients(
+            b.needs.query, needs_kv, needs_kv, *(b.needs.sinks, b.needs.bias, b.needs.alibi)
+        )
         grads = attention_backward_op(
             AttentionBackwardArgs(
                 dy, dlse, y, saved.lse, a.query, a.key, a.value, a.sinks, a.packed, a.mask, a.scale, a.softcap,
-                a.layout, a.engine, needs,
+                a.layout, a.engine, needs, a.seen, a.bias, a.alibi,
             )
         )  # fmt: skip
         return {
@@ -164,6 +172,8 @@ class AttentionOp(
             "key": grads.key if b.needs.key else None,
             "value": grads.value if b.needs.value else None,
             "sinks": grads.sinks,
+            "bias": grads.bias,
+            "alibi": grads.alibi,
         }
 
 
@@ -203,6 +213,9 @@ def attention(
     kv_lengths: Tensor | None = ...,
     prefix_lengths: Tensor | None = ...,
     kv_limits: Tensor | None = ...,
+    mask: PairMask | None = ...,
+    bias: Tensor | None = ...,
+    alibi: Tensor | None = ...,
     causal_align: Align | None = ...,
     layout: Layout = ...,
     return_lse: Literal[False] = ...,
@@ -232,6 +245,9 @@ def attention(
     kv_lengths: Tensor | None = ...,
     prefix_lengths: Tensor | None = ...,
     kv_limits: Tensor | None = ...,
+    mask: PairMask | None = ...,
+    bias: Tensor | None = ...,
+    alibi: Tensor | None = ...,
     causal_align: Align | None = ...,
     layout: Layout = ...,
     return_lse: bool = ...,
@@ -260,6 +276,9 @@ def attention(
     kv_lengths: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     kv_limits: Tensor | None = None,
+    mask: PairMask | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
     causal_align: Align | None = None,
     layout: Layout = "bhsd",
     return_lse: bool = False,
@@ -297,12 +316,19 @@ def attention(
       query whose own key is among them also sees all of them (PaliGemma, prefix LM).
     - `kv_limits` [batch, queries], packed [tokens]: how many of the sequence's first keys each query may see, less by
       the other masks; below 1 none. Both take int32 or int64 on the device, and numbers above the keys mean all.
+    - `mask`: bool, broadcastable to [batch, heads, queries, keys], any strides, True where a query sees a key (the
+      `attn_mask` of `F.scaled_dot_product_attention`); or a `BlockMask` of FlexAttention. Blocks of pairs that it hides
+      are skipped. Keys that no query sees may hold anything.
+    - `bias`: broadcastable in the same way, fp32, bf16 or fp16; added to the scores after the softcap. It has a
+      gradient.
+    - `alibi` [heads] or [heads, 2]: slopes; a score loses slope * distance between the query's own key and the key.
+      [heads, 2] has one slope for keys before the own key and one for keys after it.
     - `layout`: bhsd, bshd, sbhd; packed sequences are thd.
     - `return_lse`: also return log(sum(exp(scores))), fp32 [batch, heads, queries], packed [heads, tokens]. Gradients
       flow through it. `return_max`: also return the largest score of each head, fp32 [heads]. With either, the result
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3" quantizes query and key with one scale per token and head and multiplies them in eight
-      bits, for inference. Without sinks, softcap, `prefix_lengths` and `kv_limits`, keys are smoothed first:
+      bits, for inference. Without sinks, softcap, `mask`, `prefix_lengths` and `kv_limits`, keys are smoothed first:
       subtracting the mean of the keys that the sequence's queries see shifts all scores of a query alike. `return_max`
       refers to the smoothed scores. Query and key that are `QTensor`s in "int8:row" or "e4m3:row", as
       `qkv_prepare(quantize=)` makes them, are multiplied as they are unless a gradient is needed. Other `QTensor`s are
@@ -319,8 +345,8 @@ def attention(
       sequence, or any other view whose last dimension is contiguous. With `return_lse` or `return_max`, an `Attention`
       of contiguous tensors for lse and max, or None for a new one.
 
-    Gradients flow to query, key, value and sinks. The result stores the heads of a token side by side, also for bhsd,
-    where `out.transpose(1, 2).flatten(2)` is a view.
+    Gradients flow to query, key, value, sinks, bias and alibi. The result stores the heads of a token side by side,
+    also for bhsd, where `out.transpose(1, 2).flatten(2)` is a view.
 
     >>> import torch, weft
     >>> q, k = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 100, 64)
@@ -338,9 +364,13 @@ def attention(
             )
     heads_layout, packed = _sequences(query, key, value, layout, cu_seqlens, cu_seqlens_k, kv_lengths)
     heads = _check_shapes(query, key, value, heads_layout)
-    mask = _mask(
-        bool(is_causal), _pair(window), causal_align, _lengths_agree(query, key, heads_layout, packed)
-    )
+    lengths_agree = _lengths_agree(query, key, heads_layout, packed)
+    band = _mask(bool(is_causal), _pair(window), causal_align, lengths_agree)
+    if alibi is not None and causal_align is None and not lengths_agree:
+        raise ValueError(
+            "alibi counts from a query's own key and needs causal_align= if the numbers of keys and queries may "
+            "differ: 'lower_right' aligns the last query with the last key, 'upper_left' the first with the first"
+        )
     packed = packed._replace(prefix_lengths=prefix_lengths, kv_limits=kv_limits)
     if sinks is not None:
         check_tensor("sinks", sinks, FLOATS, query.device, (heads,))
@@ -354,7 +384,7 @@ def attention(
         raise ValueError(f"softcap must be above 0 and finite, or None; got {cap}")
     options = result_options(query, quantize, columnwise=columnwise)
     wants_gradients = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value, sinks)
+        x is not None and x.requires_grad for x in (query, key, value, sinks, bias, alibi)
     )
     if options.format is not None and wants_gradients:
         options = options._replace(return_plain=True)  # backward needs it
@@ -375,13 +405,16 @@ def attention(
         values=values,
         sinks=sinks,
         packed=packed,
-        mask=mask,
+        mask=band,
         scale=factor,
         softcap=cap,
         layout=heads_layout,
         return_max=bool(return_max),
         engine=engine,
         result=options,
+        seen=None if mask is None else seen_pairs(mask, query, key, heads_layout),
+        bias=None if bias is None else bias_of(_plain(bias), query),
+        alibi=None if alibi is None else slopes_of(alibi, query),
     )
     if values is not None:
         _check_values(args, scores)

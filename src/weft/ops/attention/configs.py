@@ -49,6 +49,14 @@ class Width:
 
 
 @dataclass(frozen=True)
+class PairForm:
+    """Layout of a tensor of pairs of queries and keys."""
+
+    step: int  # stride of keys: 1, or 0 if it is the same for all of them
+    align: int  # divides the number of keys and all other strides
+
+
+@dataclass(frozen=True)
 class AttentionTile:
     """Compile-time constant of an attention kernel."""
 
@@ -62,6 +70,21 @@ class AttentionTile:
     align: int  # divides all widths and strides
     values: str | None = None  # element in which weights and values are multiplied, or None: as they are
     groups: Width | None = None  # scales of a head, if each covers GROUP elements
+    mask: PairForm | None = None
+    bias: PairForm | None = None
+    dbias: PairForm | None = None
+    sloped: bool = False  # scores have ALiBi
+
+
+@dataclass(frozen=True)
+class BlocksTile:
+    """Compile-time constant of the kernel that lists visited blocks, for a kernel with this tile."""
+
+    m: int
+    n: int
+    banded: bool
+    limited: bool
+    mask: PairForm
 
 
 class AttentionConfig(NamedTuple):

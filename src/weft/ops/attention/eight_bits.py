@@ -61,7 +61,7 @@ def in_eight_bits(
         raise ValueError(problem)
     query, key, shift = a.query, a.key, None
     if not isinstance(key, QTensor):
-        if a.sinks is None and not a.softcap and not a.packed.limited:
+        if a.sinks is None and not a.softcap and not a.packed.limited and a.seen is None:
             mean = _mean_key(a, attend)
             key = key.float() - _per_token(mean, a.packed.k_starts, key, a.layout)
 

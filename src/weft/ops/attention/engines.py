@@ -3,11 +3,11 @@
 One table decides. `weft doctor` prints it for the devices of a machine, `engine=` overrides it for a call, and
 `record_engines()` reports what ran. Its reasons for GPUs are public figures; this project measured none of them.
 
-A library serves a call only if it supports all of it: no sinks, no `kv_lengths`, `kv_limits` or `prefix_lengths`, no
-largest scores, a plain result, a visible key for every query, and whatever else its entry in `libraries.LIBRARIES`
-requires. Otherwise Weft's own kernels do, silently under "auto". Backward is chosen separately: it needs only y, lse
-and the inputs, so Weft's backward may follow a library's forward, for example for a gradient of lse, which no library
-takes.
+A library serves a call only if it supports all of it: no mask, bias or ALiBi, no sinks, no `kv_lengths`, `kv_limits` or
+`prefix_lengths`, no largest scores, a plain result, a visible key for every query, and whatever else its entry in
+`libraries.LIBRARIES` requires. Otherwise Weft's own kernels do, silently under "auto". Backward is chosen separately:
+it needs only y, lse and the inputs; Weft's backward may follow a library's forward, for example for a gradient of lse,
+which no library takes.
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ def obstacle(library: Library, a: Args, target: Capabilities) -> str | None:
 def _missing_option(library: Library, a: Args) -> str | None:
     if a.sinks is not None:
         return "sinks"
+    for name, tensor in (("mask", a.seen), ("bias", a.bias), ("alibi", a.alibi)):
+        if tensor is not None:
+            return name
     if a.softcap and "softcap" not in library.options:
         return "softcap"
     if isinstance(a, AttentionArgs):

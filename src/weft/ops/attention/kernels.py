@@ -10,6 +10,17 @@ from ...language import tl, triton
 from ...runtime import kernel
 from ..common.copies import Encoding, StridedCodes, Tile, store_rows
 from ..common.heads import Place
+from .masks import (
+    Pairs,
+    Terms,
+    added,
+    distances,
+    load_pairs,
+    load_used,
+    store_pairs,
+    visit,
+    visits_of,
+)
 from .pieces import (
     LARGEST,
     LN2,
@@ -96,6 +107,7 @@ def attention_kernel(
     heads: Heads,
     band: Band,
     scores: Scores,
+    terms: Terms,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,  # of the copy, or None
     CAST: tl.constexpr,
@@ -112,6 +124,8 @@ def attention_kernel(
     LIMITED: tl.constexpr = TILE.limited
     IN_INT8: tl.constexpr = TILE.values == "int8"
     GROUPS: tl.constexpr = TILE.groups
+    MASKED: tl.constexpr = TILE.mask is not None
+    ADDED: tl.constexpr = TILE.bias is not None or TILE.sloped
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -122,6 +136,7 @@ def attention_kernel(
     row = sequence.first + tl.arange(0, M)  # [M]
     limit = sequence.first + sequence.exist
     factor = factor_of(scores, CAPPED)
+    unit = 1.0 if ADDED else factor  # terms are added to scores that are in base 2 already
 
     q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
@@ -157,7 +172,14 @@ def attention_kernel(
         begin, end, all_begin, all_end = keys_between(row_begin, row_end, sequence.k)
     else:
         begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
-    for start in range(begin // N * N, end, N):
+    if MASKED:
+        visits = visits_of(terms.blocks, sequence.batch, head, heads.q, tile, tiles, lengths.k)
+        begin, end = visits.count * 0, visits.count
+    STEP: tl.constexpr = 1 if MASKED else N
+    for start in range(begin // STEP * STEP, end, STEP):
+        if MASKED:
+            block, hides = visit(visits, start, tl.cdiv(sequence.k, N))
+            start = block * N
         start = tl.multiple_of(start, N)
         k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
         if GROUPS is not None:
@@ -169,14 +191,24 @@ def attention_kernel(
             col_scale = _scales(key_scale, sequence.batch, sequence.k_start, key_head, start, sequence.k, N)
             qk = qk.to(tl.float32) * row_scale[:, None] * col_scale[None, :]
         s, _ = capped(qk, scores, CAPPED)
-        if (start < all_begin) | (start + N > all_end):
+        if ADDED:
+            col = start + tl.arange(0, N)
+            s = added(s * factor, terms, head, row[:, None], col[None, :], sequence, lengths, TILE)
+        if not MASKED:
+            hides = (start < all_begin) | (start + N > all_end)
+        if hides:
             col = start + tl.arange(0, N)
             if LIMITED:
                 seen = (col[None, :] >= row_begin[:, None]) & (col[None, :] < row_end[:, None])
             else:
                 seen = sees(row[:, None], col[None, :], sequence, band, BANDED)
+            if MASKED:
+                bits = load_pairs(
+                    terms.mask, sequence.batch, head, row[:, None], col[None, :], lengths, TILE.mask
+                )
+                seen = seen & (bits != 0)
             s = tl.where(seen, s, MINUS_INFINITY)
-        row_max = tl.max(s, axis=1) * factor
+        row_max = tl.max(s, axis=1) * unit
         if max_ptr is not None:
             tile_max = tl.maximum(tile_max, row_max)
         m_new = tl.maximum(m_i, row_max)
@@ -187,7 +219,7 @@ def attention_kernel(
             # Relative to the maximum of its own tile, a weight is rounded to more bits than relative to m_new; the
             # tile's sums take the factor beta instead.
             m_tile = tl.where(row_max == MINUS_INFINITY, 0.0, row_max)
-            p = tl.exp2(s * factor - (m_tile - LOG2_P_SCALE_INT8)[:, None])
+            p = tl.exp2(s * unit - (m_tile - LOG2_P_SCALE_INT8)[:, None])
             beta = tl.exp2(row_max - m_safe)
             l_i = l_i * alpha + tl.sum(p, axis=1) * beta
             v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, BLOCK)
@@ -196,12 +228,15 @@ def attention_kernel(
             acc = add_coded_product(times(acc, alpha[:, None]), p, beta[:, None], v, v_scale_ptr, V)
         else:
             p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
-            p = tl.exp2(s * factor - p_offset[:, None])
+            p = tl.exp2(s * unit - p_offset[:, None])
             l_i = l_i * alpha + tl.sum(p, axis=1)
-            if value_codes.ptr is None:
-                v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
-            else:
+            if value_codes.ptr is not None:
                 v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, COLUMNS)
+            elif MASKED:
+                used = load_used(visits, 0, start, sequence.k, N)  # a weight of 0 does not hide NaN
+                v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN, used)
+            else:
+                v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
             acc = add_product(times(acc, alpha[:, None]), p.to(v.first.dtype), v)
         m_i = m_new
 
@@ -313,9 +348,12 @@ def query_gradient_kernel(
     heads: Heads,
     band: Band,
     scores: Scores,
+    terms: Terms,
+    dbias: Pairs,  # gradients of scores, or absent
+    slope_sums_ptr,  # fp32 [tiles, heads, 2]: partial gradients of the slopes, two per tile; or None
     TILE: tl.constexpr,
 ):
-    """Compute the gradient of one tile of queries of one head."""
+    """Compute the gradient of one tile of queries of one head, and its part of the gradients of bias and slopes."""
     M: tl.constexpr = TILE.m
     N: tl.constexpr = TILE.n
     QK: tl.constexpr = TILE.qk
@@ -324,6 +362,8 @@ def query_gradient_kernel(
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
     LIMITED: tl.constexpr = TILE.limited
+    MASKED: tl.constexpr = TILE.mask is not None
+    ADDED: tl.constexpr = TILE.bias is not None or TILE.sloped
     tiles = tl.cdiv(lengths.q, M)
     if lengths.q_starts is not None:
         tiles += lengths.number + 1
@@ -334,6 +374,7 @@ def query_gradient_kernel(
     row = sequence.first + tl.arange(0, M)
     limit = sequence.first + sequence.exist
     factor = factor_of(scores, CAPPED)
+    unit = 1.0 if ADDED else factor  # terms are added to scores that are in base 2 already
 
     q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
@@ -345,31 +386,70 @@ def query_gradient_kernel(
     lse = _lse_in_base_2(tl.load(lse_ptr + at, mask=row < limit, other=0.0))
     delta = tl.load(delta_ptr + at, mask=row < limit, other=0.0)
     acc = zeros(M, QK)
+    if ADDED:
+        sound = or_nan(1.0, sequence, lengths)
+    if slope_sums_ptr is not None:
+        dbefore, dafter = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
     if LIMITED:
         row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
         begin, end, all_begin, all_end = keys_between(row_begin, row_end, sequence.k)
     else:
         begin, end, all_begin, all_end = keys_seen(sequence, band, M, BANDED)
-    for start in range(begin // N * N, end, N):
+    if MASKED:
+        visits = visits_of(terms.blocks, sequence.batch, head, heads.q, tile, tiles, lengths.k)
+        begin, end = visits.count * 0, visits.count
+    STEP: tl.constexpr = 1 if MASKED else N
+    for start in range(begin // STEP * STEP, end, STEP):
+        if MASKED:
+            block, hides = visit(visits, start, tl.cdiv(sequence.k, N))
+            start = block * N
         start = tl.multiple_of(start, N)
-        k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
+        if MASKED:
+            used = load_used(visits, 0, start, sequence.k, N)  # a gradient of 0 does not hide NaN
+            k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN, used)
+        else:
+            k = load_heads(k_ptr, key.at.token, start, sequence.k, N, QK, ALIGN)
         v = load_heads(v_ptr, value.at.token, start, sequence.k, N, V, ALIGN)
         s, slope = capped(across(q, k), scores, CAPPED)  # [M, N]
-        if (start < all_begin) | (start + N > all_end):
+        if ADDED:
+            col = start + tl.arange(0, N)
+            s = added(s * factor, terms, head, row[:, None], col[None, :], sequence, lengths, TILE)
+        if not MASKED:
+            hides = (start < all_begin) | (start + N > all_end)
+        if hides:
             col = start + tl.arange(0, N)
             if LIMITED:
                 seen = (col[None, :] >= row_begin[:, None]) & (col[None, :] < row_end[:, None])
             else:
                 seen = sees(row[:, None], col[None, :], sequence, band, BANDED)
+            if MASKED:
+                bits = load_pairs(
+                    terms.mask, sequence.batch, head, row[:, None], col[None, :], lengths, TILE.mask
+                )
+                seen = seen & (bits != 0)
             s = tl.where(seen, s, MINUS_INFINITY)
-        p = tl.exp2(s * factor - lse[:, None])
+        p = tl.exp2(s * unit - lse[:, None])
         ds = p * (across(dout, v) - delta[:, None])
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
+        if dbias.ptr is not None:
+            col = start + tl.arange(0, N)
+            dterm = ds * sound
+            store_pairs(dterm, dbias, sequence.batch, head, row[:, None], col[None, :], lengths, TILE.dbias)
+        if slope_sums_ptr is not None:
+            distance = distances(row[:, None], start + tl.arange(0, N)[None, :], sequence)
+            dbefore += tl.sum(ds * tl.minimum(distance, 0.0), axis=1)
+            dafter -= tl.sum(ds * tl.maximum(distance, 0.0), axis=1)
         if CAPPED:
             ds = ds * slope
         acc = add_product(acc, ds.to(k.first.dtype), k)
     dq_ptr = _base(dquery, sequence.batch, sequence.q_start, head, ALIGN)
     dq = times(acc, or_nan(scores.scale, sequence, lengths))
     store_heads(dq, dq_ptr, dquery.at.token, sequence.first, limit, QK, ALIGN)
+    if slope_sums_ptr is not None:
+        at = ((sequence.batch * tiles + tile) * heads.q + head) * 2
+        tl.store(slope_sums_ptr + at, tl.sum(dbefore, axis=0) * sound)
+        tl.store(slope_sums_ptr + at + 1, tl.sum(dafter, axis=0) * sound)
 
 
 @kernel
@@ -386,6 +466,7 @@ def key_gradient_kernel(
     heads: Heads,
     band: Band,
     scores: Scores,
+    terms: Terms,
     TILE: tl.constexpr,
 ):
     """Compute the gradients of one tile of keys and values, summed in order over the query heads that share it."""
@@ -397,6 +478,8 @@ def key_gradient_kernel(
     CAPPED: tl.constexpr = TILE.capped
     BANDED: tl.constexpr = TILE.banded
     LIMITED: tl.constexpr = TILE.limited
+    MASKED: tl.constexpr = TILE.mask is not None
+    ADDED: tl.constexpr = TILE.bias is not None or TILE.sloped
     tiles = tl.cdiv(lengths.k, N)
     if lengths.k_starts is not None:
         tiles += lengths.number + 1
@@ -407,6 +490,7 @@ def key_gradient_kernel(
     col = sequence.first + tl.arange(0, N)
     limit = sequence.first + sequence.exist
     factor = factor_of(scores, CAPPED)
+    unit = 1.0 if ADDED else factor  # terms are added to scores that are in base 2 already
 
     k_ptr = _base(key, sequence.batch, sequence.k_start, key_head, ALIGN)
     v_ptr = _base(value, sequence.batch, sequence.k_start, key_head, ALIGN)
@@ -421,30 +505,61 @@ def key_gradient_kernel(
     begin = begin // M * M
     blocks = tl.cdiv(tl.maximum(end - begin, 0), M)
     # Triton's pipeline prologue divides by per_head even if the loop is empty.
+    repeats = heads.group
+    if MASKED:
+        heads_each = 1 + (heads.group - 1) * terms.blocks.per_head  # heads of a list
+        visits = visits_of(
+            terms.blocks, sequence.batch, key_head, key_heads, tile, tiles, heads_each * lengths.q
+        )
+        blocks, repeats = visits.count, heads.group // heads_each
+        q_blocks = tl.maximum(tl.cdiv(sequence.q, M), 1)
     per_head = tl.maximum(blocks, 1)
-    for step in range(blocks * heads.group):
-        # The bound always holds; it is written out for the prover.
-        head = key_head * heads.group + tl.minimum(step // per_head, heads.group - 1)
-        start = tl.multiple_of(begin + step % per_head * M, M)
+    for step in range(blocks * repeats):
+        if MASKED:
+            block, hides = visit(visits, step % per_head, heads_each * q_blocks)
+            each = tl.minimum(block // q_blocks, heads_each - 1)
+            head = key_head * heads.group + tl.minimum(step // per_head + each, heads.group - 1)
+            start = tl.multiple_of(block % q_blocks * M, M)
+        else:
+            # The bound always holds; it is written out for the prover.
+            head = key_head * heads.group + tl.minimum(step // per_head, heads.group - 1)
+            start = tl.multiple_of(begin + step % per_head * M, M)
         q_ptr = _base(query, sequence.batch, sequence.q_start, head, ALIGN)
         dy_ptr = _base(dy, sequence.batch, sequence.q_start, head, ALIGN)
-        q = load_heads(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
-        dout = load_heads(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN)
+        if MASKED:
+            used = load_used(visits, each.to(tl.int64) * lengths.q, start, sequence.q, M)
+            q = load_heads(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN, used)
+            dout = load_heads(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN, used)
+        else:
+            q = load_heads(q_ptr, query.at.token, start, sequence.q, M, QK, ALIGN)
+            dout = load_heads(dy_ptr, dy.at.token, start, sequence.q, M, V, ALIGN)
         row = start + tl.arange(0, M)
         at = (sequence.batch * heads.q + head) * lengths.q + sequence.q_start + row
         # Rows past the last query get weight 0.
         lse = _lse_in_base_2(tl.load(lse_ptr + at, mask=row < sequence.q, other=float("inf")))
         delta = tl.load(delta_ptr + at, mask=row < sequence.q, other=0.0)
         s, slope = capped(across(k, q), scores, CAPPED)  # [N, M]
-        if LIMITED:
-            row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
-            seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
+        if ADDED:
+            s = added(s * factor, terms, head, row[None, :], col[:, None], sequence, lengths, TILE)
+        if not MASKED:
+            hides = True if LIMITED else (start < all_begin) | (start + M > all_end) | hidden
+        if hides:
+            if LIMITED:
+                row_begin, row_end = bounds_of(row, sequence, lengths, band, BANDED)  # [M]
+                seen = (col[:, None] >= row_begin[None, :]) & (col[:, None] < row_end[None, :])
+            else:
+                seen = sees(row[None, :], col[:, None], sequence, band, BANDED)
+            if MASKED:
+                bits = load_pairs(
+                    terms.mask, sequence.batch, head, row[None, :], col[:, None], lengths, TILE.mask
+                )
+                seen = seen & (bits != 0)
             s = tl.where(seen, s, MINUS_INFINITY)
-        elif (start < all_begin) | (start + M > all_end) | hidden:
-            s = tl.where(sees(row[None, :], col[:, None], sequence, band, BANDED), s, MINUS_INFINITY)
-        p = tl.exp2(s * factor - lse[None, :])
+        p = tl.exp2(s * unit - lse[None, :])
         dv = add_product(dv, p.to(dout.first.dtype), dout)
         ds = p * (across(v, dout) - delta[None, :])
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
         if CAPPED:
             ds = ds * slope
         dk = add_product(dk, ds.to(q.first.dtype), q)

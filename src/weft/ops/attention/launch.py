@@ -26,10 +26,12 @@ from .arguments import (
     coded_heads,
     value_format,
 )
-from .configs import VALUE_COLUMNS, AttentionTile, Width, attention_config
+from .configs import VALUE_COLUMNS, AttentionTile, BlocksTile, Width, attention_config
 from .engines import choose_library
 from .kernels import attention_kernel, delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .libraries import attend, attend_backward
+from .masks import blocks_kernel
+from .pair_terms import NO_LISTS, Lists, TermForms, TermTensors, pair_form, score_gradients, sum_pairs
 from .pieces import Heads
 from .reference import memory_layout
 from .sequences import Band
@@ -57,9 +59,16 @@ class Forms(NamedTuple):
     key_scale: Sizes | None = None
     values: ValueElement | None = None  # element in which values are multiplied
     grouped: bool = False  # each scale of query and key covers GROUP elements
+    terms: TermForms = TermForms()
 
     @staticmethod
-    def of(a: AttentionArgs | AttentionBackwardArgs, query: Tensor, key: Tensor, value: Tensor) -> Forms:
+    def of(
+        a: AttentionArgs | AttentionBackwardArgs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: TermTensors,
+    ) -> Forms:
         return Forms(
             a.layout,
             query.shape,
@@ -73,6 +82,7 @@ class Forms(NamedTuple):
             a.softcap != 0,
             a.packed.limited,
             query.dtype,
+            terms=TermForms.of(terms, a.packed),
         )
 
     @property
@@ -171,10 +181,49 @@ def _tile(
     # A step of the dot takes 32 bytes.
     widths = (Width.of(dim, 16 if itemsize > 1 else 32), Width.of(forms.v_dim))
     n = config.n if forms.values != "int8" else min(config.n, VALUE_COLUMNS["int8"])
-    tile = AttentionTile(config.m, n, *widths, forms.mask.banded, forms.capped, forms.limited, align)
+    pairs = forms.terms.in_tile(forms.counts.k)
+    tile = AttentionTile(config.m, n, *widths, forms.mask.banded, forms.capped, forms.limited, align, **pairs)
     if kernel == "forward":
         tile = replace(tile, values=forms.values, groups=widths[0].groups if forms.grouped else None)
     return tile, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+@remembered
+def _lists(kernel: str, forms: Forms, target: Capabilities) -> tuple[Lists, BoundLaunch]:
+    """Return the sizes of the lists of blocks for a kernel with a mask, and bind the kernel that writes them."""
+    counts, strides = forms.counts, forms.terms.mask
+    assert strides is not None
+    config = attention_config(kernel, forms.shape[-1], forms.v_dim, forms.dtype.itemsize, target)
+    lists = Lists.of(kernel == "key", forms.terms, counts.batch, counts.q, counts.k, counts.grouped(), config)
+    tile = BlocksTile(config.m, config.n, forms.mask.banded, forms.limited, pair_form(strides, counts.k, 1))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch = Launch.of(blocks_kernel, TILE=tile, OF_KEYS=kernel == "key", **options).bind(
+        (lists.tiles, 1, 1),
+        mask=strides[:3],
+        blocks=lists.integers(),
+        lengths=counts.lengths(0),
+        heads=counts.grouped(),
+        band=counts.band(forms.mask),
+    )
+    return lists, launch
+
+
+def _term_integers(kernel: str, forms: Forms, target: Capabilities) -> tuple[Any, ...]:
+    """Return the integers of `Terms` for a kernel."""
+    lists = NO_LISTS if forms.terms.mask is None else _lists(kernel, forms, target)[0]
+    return forms.terms.integers(lists)
+
+
+def _term_tensors(
+    kernel: str, forms: Forms, terms: TermTensors, starts: tuple[Tensor | None, ...], target: Capabilities
+) -> tuple[Any, ...]:
+    """Return the tensors of `Terms` for a kernel; with a mask, list its visited blocks."""
+    blocks: tuple[Tensor | None, ...] = (None, None, None)
+    if terms.mask is not None:
+        lists, launch = _lists(kernel, forms, target)
+        blocks = lists.allocate(terms.mask.device)
+        launch(*blocks_kernel.tensors(mask=terms.mask, blocks=blocks, lengths=starts))
+    return terms.mask, blocks, terms.bias, terms.slopes
 
 
 @remembered
@@ -219,6 +268,7 @@ def _forward(forms: Forms, to: ResultForm, codes: tuple[int, int, int], target: 
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
         band=counts.band(forms.mask),
+        terms=_term_integers("forward", forms, target),
     )
     return Bound(bound, tiles * counts.batch, fused)
 
@@ -269,7 +319,8 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
     (query, query_scale), (key, key_scale) = coded_heads(a)
     query, key, value = map(contiguous_heads, (query, key, a.value))
     to, result = a.result, o.result
-    forms = Forms.of(a, query, key, value)
+    terms = TermTensors.of(a)
+    forms = Forms.of(a, query, key, value, terms)
     if query_scale is not None and key_scale is not None:
         forms = forms._replace(
             query_scale=_scale_strides(query_scale, query),
@@ -306,6 +357,7 @@ def launch_attention(o: AttentionOutputs, a: AttentionArgs) -> None:
             sinks_ptr=contiguous(a.sinks),
             lengths=starts,
             scores=(a.scale, a.softcap),
+            terms=_term_tensors("forward", forms, terms, starts, target),
         )
     )
     if tile_max is not None:
@@ -335,6 +387,8 @@ class Upstream(NamedTuple):
     query: Sizes | None
     key: Sizes | None
     value: Sizes | None
+    bias: Sizes | None = None  # strides of the gradients of scores that the gradient of the bias sums
+    bias_itemsize: int = 0
 
 
 @remembered
@@ -359,7 +413,7 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
     counts = forms.counts
     dy = _at(up.dy, memory_layout(forms.layout))
     strides_by_name = {"dquery": up.query} if kernel == "query" else {"dkey": up.key, "dvalue": up.value}
-    into = {
+    into: dict[str, Sizes] = {
         name: _at(strides, forms.layout) for name, strides in strides_by_name.items() if strides is not None
     }
     inputs = forms.inputs()
@@ -369,6 +423,11 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
     else:
         tiles, kernel_function = forms.tiles(counts.k, tile.n) * counts.key_heads, key_gradient_kernel
     query, key, value = inputs
+    if up.bias is not None:
+        into["dbias"] = up.bias[:3]
+        tile = replace(tile, dbias=pair_form(up.bias, counts.k, up.bias_itemsize))
+    elif kernel == "query":
+        into["dbias"] = (0, 0, 0)
     return Launch.of(kernel_function, TILE=tile, **options).bind(
         (tiles * counts.batch, 1, 1),
         query=query,
@@ -378,6 +437,7 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
         lengths=counts.lengths(forms.sequences),
         heads=counts.grouped(),
         band=counts.band(forms.mask),
+        terms=_term_integers(kernel, forms, target),
         **into,
     )
 
@@ -389,8 +449,10 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
         attend_backward(library, o, a)
         return
     query, key, value, y, dy = map(contiguous_heads, (a.query, a.key, a.value, a.y, a.dy))
-    forms, target = Forms.of(a, query, key, value), capabilities_of(query.device)
-    up = Upstream(y.stride(), dy.stride(), *(None if t is None else t.stride() for t in o[:3]))
+    terms = TermTensors.of(a)
+    forms, target = Forms.of(a, query, key, value, terms), capabilities_of(query.device)
+    dq_strides, dk_strides, dv_strides = (None if t is None else t.stride() for t in o[:3])
+    up = Upstream(y.stride(), dy.stride(), dq_strides, dk_strides, dv_strides)
     lse, dlse, sinks = contiguous(a.lse), contiguous(a.dlse), contiguous(a.sinks)
     delta = scratch(lse.shape, lse.dtype, lse.device)
     bound = _delta(forms, up, target)
@@ -415,9 +477,30 @@ def launch_attention_backward(o: AttentionGradients, a: AttentionBackwardArgs) -
         "lengths": starts,
         "scores": (a.scale, a.softcap),
     }
-    if o.query is not None:
-        launch = _gradient("query", forms, up, target)
-        launch(*query_gradient_kernel.tensors(**tensors, dquery=o.query))
+    dquery, dbias, slope_sums = o.query, None, None
+    if o.alibi is not None:
+        tile, _ = _tile("query", forms, target)
+        tiles = forms.tiles(forms.counts.q, tile.m) * forms.counts.batch
+        slope_sums = scratch((tiles, o.alibi.numel()), torch.float32, query.device)
+    if o.bias is not None:
+        counts = forms.counts
+        visits_all = not (forms.mask.banded or forms.terms.own_bounds or terms.mask is not None)
+        dbias = score_gradients(o.bias, (counts.batch, counts.heads, counts.q, counts.k), visits_all)
+        up = up._replace(bias=dbias.stride(), bias_itemsize=dbias.itemsize)
+    if dquery is None and (dbias is not None or slope_sums is not None):
+        # The kernel that writes the gradients of scores also computes this one.
+        dquery = scratch(query.shape, query.dtype, query.device)
+        up = up._replace(query=dquery.stride())
+    if dquery is not None:
+        launch = _gradient("query", forms, up._replace(key=None, value=None), target)
+        terms_of_query = _term_tensors("query", forms, terms, starts, target)
+        results = {"dquery": dquery, "dbias": dbias, "slope_sums_ptr": slope_sums}
+        launch(*query_gradient_kernel.tensors(**tensors, terms=terms_of_query, **results))
+    if o.bias is not None and dbias is not None:
+        sum_pairs(dbias, o.bias)
+    if o.alibi is not None and slope_sums is not None:
+        sum_partials(slope_sums, o.alibi)
     if o.key is not None and o.key.numel():
-        launch = _gradient("key", forms, up, target)
-        launch(*key_gradient_kernel.tensors(**tensors, dkey=o.key, dvalue=o.value))
+        launch = _gradient("key", forms, up._replace(query=None, bias=None), target)
+        terms_of_key = _term_tensors("key", forms, terms, starts, target)
+        launch(*key_gradient_kernel.tensors(**tensors, terms=terms_of_key, dkey=o.key, dvalue=o.value))

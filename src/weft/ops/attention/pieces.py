@@ -56,27 +56,33 @@ def addresses(
     PIECE: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
+    used=None,
 ):
-    """Return pointers [ROWS, PIECE] to columns from BEGIN on of rows from `start` on, and their mask."""
+    """Return pointers [ROWS, PIECE] to columns from BEGIN on of rows from `start` on, and their mask: rows before
+    `limit` that are `used`, bool [ROWS] or None for all."""
     step = tl.multiple_of(stride.to(tl.int64), ALIGN)
     inside = tl.arange(0, ROWS)
     number = BEGIN + tl.arange(0, PIECE)
     at = ptr + start.to(tl.int64) * step + (inside.to(tl.int64) * step)[:, None] + number[None, :]
     mask = (start + inside < limit)[:, None]
+    if used is not None:
+        mask = mask & used[:, None]
     if WIDTH.dim < BEGIN + PIECE:
         mask = mask & (number < WIDTH.dim)[None, :]
     return at, mask
 
 
 @triton.jit
-def load_heads(ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Load ROWS rows of one head from `start` on; zero from `limit` on."""
+def load_heads(
+    ptr, stride, start, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, used=None
+):
+    """Load ROWS rows of one head from `start` on; zero from `limit` on, and where they are not `used`."""
     FIRST: tl.constexpr = WIDTH.first
     SECOND: tl.constexpr = WIDTH.second
-    at, mask = addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN)
+    at, mask = addresses(ptr, stride, start, limit, ROWS, 0, FIRST, WIDTH, ALIGN, used)
     first = tl.load(at, mask=mask, other=0.0)
     if SECOND:
-        at, mask = addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN)
+        at, mask = addresses(ptr, stride, start, limit, ROWS, FIRST, SECOND, WIDTH, ALIGN, used)
         return Pieces(first, tl.load(at, mask=mask, other=0.0))
     else:
         return Pieces(first, None)

@@ -93,22 +93,50 @@ class Weights(NamedTuple):
     lse: Tensor
 
 
-def _weights(
-    q: Tensor, k: Tensor, span: Span, sinks: Tensor | None, mask: Mask, scale: float, softcap: float
-) -> Weights:
+def _distances(q: int, k: int, mask: Mask, device: torch.device) -> Tensor:
+    """Return how far each key lies after a query's own key, [q, k]."""
+    own = torch.arange(q, device=device)[:, None] + (k - q) * mask.lower_right
+    return torch.arange(k, device=device)[None, :] - own
+
+
+def _seen(a: AttentionArgs | AttentionBackwardArgs, q: int, k: int, span: Span) -> Tensor:
+    """Return which keys each query of a sequence sees, bool [q, k], or [heads, q, k] with a mask of pairs."""
+    seen = visible(q, k, a.mask, a.query.device, span.prefix, span.limits)
+    if a.seen is None:
+        return seen
+    return seen & _pairs(a.seen, span)[..., :k].expand(-1, q, k)
+
+
+def _pairs(x: Tensor, span: Span) -> Tensor:
+    """Return the pairs of one sequence, [heads or 1, queries or 1, keys or 1]."""
+    return x[span.batch if x.shape[0] > 1 else 0]
+
+
+def _weights(a: AttentionArgs | AttentionBackwardArgs, q: Tensor, k: Tensor, span: Span) -> Weights:
     """Compute scores and weights of q [queries, heads, dim] and k [keys, heads, dim]."""
-    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    sinks, softcap = a.sinks, a.softcap
+    s = torch.einsum("qhd,khd->hqk", q, k) * a.scale
     slope = None
     if softcap:
         t = torch.tanh(s / softcap)
         s, slope = t * softcap, 1 - t * t
-    seen = visible(len(q), len(k), mask, q.device, span.prefix, span.limits)
-    s = s.masked_fill(~seen, -math.inf)
+    if a.bias is not None:
+        s = s + _pairs(a.bias, span)[..., : len(k)].to(s.dtype)
+    if a.alibi is not None:
+        distance = _distances(len(q), len(k), a.mask, q.device).to(s.dtype)
+        before, after = a.alibi.to(s.dtype)[:, :, None, None].unbind(1)
+        s = s + torch.where(distance < 0, distance * before, -distance * after)
+    s = s.masked_fill(~_seen(a, len(q), len(k), span), -math.inf)
     lse = torch.logsumexp(s, -1) if len(k) else s.new_full(s.shape[:2], -math.inf)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(s.dtype)[:, None].expand_as(lse))
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     return Weights(s, slope, p, lse)
+
+
+def _used(weights: Weights) -> Tensor:
+    """Return which keys some query sees, bool [keys, heads]."""
+    return (weights.scores != -math.inf).any(1).t()
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -154,7 +182,9 @@ def attention_reference(a: AttentionArgs) -> AttentionOutputs:
             seen = visible(queries, len(values), a.mask, values.device).any(0)[:, None, None]
             values = _fake_quantized_values(torch.where(seen, values, 0.0), a.values)
         key, value = (_per_query_head(x, heads) for x in (k[span.batch, span.k], values))
-        weights = _weights(q[span.batch, span.q], key, span, a.sinks, a.mask, a.scale, a.softcap)
+        weights = _weights(a, q[span.batch, span.q], key, span)
+        if a.seen is not None:  # a weight of 0 does not hide NaN
+            value = torch.where(_used(weights)[..., None], value, 0.0)
         pv = torch.einsum("hqk,khd->qhd", weights.p, value)
         # A NaN sink also reaches queries that see no key.
         out[span.batch, span.q] = torch.where(weights.lse.isnan().t()[..., None], math.nan, pv)
@@ -198,18 +228,31 @@ def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients
     heads = q.shape[2]
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     dsinks = q.new_zeros(heads)
+    dalibi = q.new_zeros(heads, 2) if a.needs.alibi and a.alibi is not None else None
+    dbias = None
+    if a.needs.bias and a.bias is not None:
+        dbias = q.new_zeros(len(q), heads, q.shape[1], k.shape[1])
     for span in _spans(a.packed, q, k):
         query, (key, value) = (
             q[span.batch, span.q],
             (_per_query_head(x[span.batch, span.k], heads) for x in (k, v)),
         )
         dout = dy[span.batch, span.q]
-        weights = _weights(query, key, span, a.sinks, a.mask, a.scale, a.softcap)
+        weights = _weights(a, query, key, span)
+        if a.seen is not None:  # a gradient of 0 does not hide NaN
+            key, value = (torch.where(_used(weights)[..., None], x, 0.0) for x in (key, value))
         delta = (dout * y[span.batch, span.q]).sum(-1).t()  # [heads, queries]
         if a.dlse is not None:
             dlse = a.dlse[None] if a.layout == "thd" else a.dlse
             delta = delta - dlse[span.batch, :, span.q].to(dtype)
         ds = weights.p * (torch.einsum("qhd,khd->hqk", dout, value) - delta[..., None])
+        dscores = ds if span.sound else torch.full_like(ds, math.nan)
+        if dbias is not None:
+            dbias[span.batch, :, :, : ds.shape[-1]] = dscores
+        if dalibi is not None:
+            distance = _distances(len(query), len(key), a.mask, q.device).to(ds.dtype)
+            dalibi[:, 0] += (dscores * distance.clamp(max=0)).sum((1, 2))
+            dalibi[:, 1] -= (dscores * distance.clamp(min=0)).sum((1, 2))
         if weights.slope is not None:
             ds = ds * weights.slope
         dq[span.batch, span.q] = torch.einsum("hqk,khd->qhd", ds, key) * a.scale
@@ -236,4 +279,6 @@ def attention_backward_reference(a: AttentionBackwardArgs) -> AttentionGradients
         grads[1] if a.needs.key else None,
         grads[2] if a.needs.key else None,
         dsinks.to(a.sinks.dtype) if a.needs.sinks and a.sinks is not None else None,
+        None if dbias is None or a.bias is None else dbias.sum_to_size(a.bias.shape).to(a.bias.dtype),
+        dalibi,
     )
