@@ -25,6 +25,10 @@ from .test_convert import Net
 
 def test_scales_go_with_the_recipe() -> None:
     model = Named()
+    with pytest.raises(
+        ValueError, match=r"got 'fp8_static', which needs a calibration: see weft\.nn\.convert"
+    ):
+        weft.nn.Linear(16, 16, recipe="fp8_static")
     with pytest.raises(ValueError, match="'fp8_static' needs scales="):
         weft.nn.convert(model, "fp8_static")
     for recipe in (None, "fp8_block"):
@@ -137,6 +141,10 @@ def test_norms_and_gated_units_write_the_codes() -> None:
         if name != "o_proj":
             assert torch.equal(h.rowwise.scale.reshape(()), layer.get_submodule(_path(layer, name)).x_scale)
     assert float((y - before).float().norm() / before.float().norm()) < 0.05
+    for module in layer.modules():
+        module._forward_pre_hooks.clear()
+    assert torch.equal(weft.capture(layer, x)(x), y)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
     # q, k and v whose scales differ quantize their input themselves.
     changed = dict(scales.layers)
     key = next(name for name in changed if name.endswith("k_proj"))

@@ -94,7 +94,10 @@ class Recipe:
             return recipe
         result = RECIPES.get(recipe) if isinstance(recipe, str) else None
         if result is None:
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, or a weft.Recipe; got {recipe!r}")
+            hint = ", which needs a calibration: see weft.nn.convert" if recipe == "fp8_static" else ""
+            raise ValueError(
+                f"recipe must be one of {', '.join(RECIPES)}, or a weft.Recipe; got {recipe!r}{hint}"
+            )
         return result
 
     @property
