@@ -86,6 +86,24 @@ def test_views_of_any_strides(layout: str) -> None:
         assert torch.equal(got, plain)
 
 
+def test_runs_end_where_strides_do() -> None:
+    """What a launch promises of contiguous runs, for each layout, holds under the sanitizer of an H100's launches."""
+    wide = torch.randn(2, 8, 40, 32)
+    for x in (
+        wide[..., :16],  # pixels that are apart
+        torch.randn(2 * 8 * 16 * 16 + 64).as_strided(
+            (2, 8, 16, 16), (2049, 256, 16, 1)
+        ),  # images at odd places
+        torch.randn(2, 8, 17, 16)[:, :, :16],
+        torch.randn(2 * 8 * 257).as_strided((2, 8, 16, 16), (8 * 257, 257, 16, 1)),  # rows at odd places
+    ):
+        for order, layout in itertools.product(("yxc", "cyx"), ("nhwc", "nchw")):
+            with choosing_for("sm_90"), triton_loom.sanitize():
+                y = weft.patchify(x, (2, 4) if layout == "nhwc" else (4, 8), layout=layout, order=order)
+            grid = x if layout == "nhwc" else x.permute(0, 2, 3, 1)
+            assert torch.equal(y, cut(grid, *((2, 4) if layout == "nhwc" else (4, 8)), order, 1))
+
+
 def test_tokens_are_merged() -> None:
     """2 x 2 tokens of a grid become one, in the order of Qwen-VL: of images whose patches lie in blocks, by a view."""
     tokens = torch.randn(2, 6 * 8, 16, requires_grad=True)
@@ -101,7 +119,7 @@ def test_tokens_are_merged() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("layout", "order"), itertools.product(("nhwc", "nchw"), ("yxc", "cyx")))
+@pytest.mark.parametrize(("layout", "order"), [*itertools.product(("nhwc", "nchw"), ("yxc", "cyx"))])
 def test_gradients(layout: str, order: str, dtype: torch.dtype) -> None:
     x = torch.randn(2, 12, 20, 3).to(dtype)
     x = (x if layout == "nhwc" else x.permute(0, 3, 1, 2).contiguous()).requires_grad_()
