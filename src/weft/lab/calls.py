@@ -148,9 +148,10 @@ def backward(
 
 
 def tracked(op: str, call: Call) -> bool:
-    """Return whether a call's tensors are leaves of a graph; quantized ones are not."""
-    quantized = any(isinstance(value, QTensor) for value in call.kwargs.values())
-    return catalogue[op].differentiable and not quantized
+    """Return whether a call's tensors are leaves of a graph; integers and quantized ones are not."""
+    if not catalogue[op].differentiable or any(isinstance(value, QTensor) for value in call.kwargs.values()):
+        return False
+    return any(t.requires_grad for t in call.requiring_grad().tensors().values())
 
 
 _differentiable: dict[str, bool] = {}

@@ -54,6 +54,7 @@ HOST_FUNCTIONS = (
     launch._merged_step,
     launch._outer_arguments,
     launch._fills_copies,
+    launch._bound_for,
 )
 ROWS_TEXT = [
     ("the first rows alone", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0).to(tl.int64) * 0"),
@@ -96,6 +97,55 @@ CODES_HOST = [
     ("half of the tiles", "-(-cols // width)", "-(-cols // (2 * width))"),
     ("columns of a function of rows", "columnwise or format.square", "False"),
 ]
+
+
+TABLE_TEXT = [
+    ("steps before the first", "(step_value.to(tl.int64) >= 0) & ", ""),
+    ("steps after the last", " & (step_value.to(tl.int64) < table_size0)", ""),
+    ("one step too many", "< table_size0", "<= table_size0"),
+    ("columns after the last", " & (1 < table_size1)", ""),
+    ("the first row alone", "step_value.to(tl.int64) * tl.cast(table_stride0", "0 * tl.cast(table_stride0"),
+    ("the first column alone", "1 * tl.cast(table_stride1", "0 * tl.cast(table_stride1"),
+    ("strides swapped", "tl.cast(table_stride0,", "tl.cast(table_stride1,"),
+    ("zero outside of the table", "other=float('nan')", "other=0.0"),
+    ("32-bit steps", "step_value.to(tl.int64)", "step_value.to(tl.int32)"),
+    (
+        "a gradient without its table",
+        "(step_value.to(tl.int64) < table_size0)",
+        "(step_value.to(tl.int64) < 0)",
+    ),
+    ("gradients of the last row", "v0 = tl.load(step_ptr", "v0 = 1 + tl.load(step_ptr"),
+]
+TABLE_HOST = [
+    ("strides of 1", "stride) for i, stride in", "1) for i, stride in"),
+    ("sizes of 1", "size) for i, size in", "1) for i, size in"),
+]
+
+
+def assert_tables_right() -> None:
+    """Compare steps of a table with PyTorch, under the sanitizer, by an op that nothing is cached for."""
+    op = weft.pointwise(lambda x, gate, table, step: x + table[step, 1] * gate)
+    x, memory = torch.randn(6, 33), torch.randn(40, 3)
+    for table in (
+        memory[:20],
+        memory[:20].t().contiguous().t(),
+        memory[::2],
+        memory[:20, :1],
+        memory[:20, ::2],
+    ):
+        for step in (0, 7, len(table) - 1, -1, len(table), 2**32 + 3):
+            gate = torch.randn(6, 1, requires_grad=True)
+            with triton_loom.sanitize():
+                y = op(x, gate, table, torch.tensor(step))
+                (dgate,) = torch.autograd.grad(y, gate, torch.ones_like(y))
+            inside = 0 <= step < len(table) and table.shape[1] > 1
+            a = table[step, 1] if inside else torch.tensor(math.nan)
+            torch.testing.assert_close(y.detach(), x + a * gate.detach(), equal_nan=True)
+            torch.testing.assert_close(dgate, (33 * a).expand(6, 1), equal_nan=True)
+
+
+def test_tables_are_right_without_a_mistake() -> None:
+    assert_tables_right()
 
 
 def assert_right() -> None:
@@ -181,8 +231,13 @@ def cases(elements: list[Any], rows: list[Any], codes: list[Any]) -> tuple[list[
     ]
 
 
-WITH_TEXT = cases(TEXT, ROWS_TEXT, CODES_TEXT)
-WITH_HOST = cases(HOST, ROWS_HOST, CODES_HOST)
+def with_tables(found: tuple[list[Any], list[str]], mistakes: list[Any]) -> tuple[list[Any], list[str]]:
+    of_tables = [(assert_tables_right, old, new) for _, old, new in mistakes]
+    return found[0] + of_tables, found[1] + [f"tables: {what}" for what, *_ in mistakes]
+
+
+WITH_TEXT = with_tables(cases(TEXT, ROWS_TEXT, CODES_TEXT), TABLE_TEXT)
+WITH_HOST = with_tables(cases(HOST, ROWS_HOST, CODES_HOST), TABLE_HOST)
 
 
 def test_rows_are_right_without_a_mistake() -> None:

@@ -45,6 +45,17 @@ _USED: tuple[tuple[str, str, int], ...] = (
     ("odd/10", "mx-both", 256),
     ("odd/10", "row", 256),
 )
+_THROUGH = "patches with a column-wise copy are written in fp32, and then quantized"
+
+
+def _moves(options: str) -> dict[str, Any]:
+    return (
+        {"moves": {"static-both": 3.8, "mx-both": 3.7}[options], "rereads": _THROUGH}
+        if "both" in options
+        else {}
+    )
+
+
 _PATCH = {"siglip/224-14": (14, 14), "qwen2-vl/336-14": (14, 14), "qwen3-vl/tokens": (2, 2), "odd/10": (3, 5)}
 
 
@@ -52,8 +63,8 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     kwargs: dict[str, Any] = dict(OPTIONS[workload.options])
     height, width = _PATCH[workload.name]
     planes = kwargs.get("layout") == "nchw"
-    if planes and shape[3] % (width * kwargs.get("merge", 1)):
-        width, kwargs["merge"] = 1, 1  # another size than the workload's own
+    if shape[3] != workload.cols:  # another size than the workload's own
+        height, width, kwargs["merge"] = 1, 1, 1
     if isinstance(kwargs.get("mean"), tuple) and shape[1 if planes else 3] != 3:
         kwargs |= _HALF
     if workload.options == "static-both":
@@ -67,7 +78,7 @@ def _build(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
 
 def _build_backward(workload: Workload, inputs: Inputs, shape: tuple[int, ...]) -> Call:
     b, h, w, c = shape
-    height, width = _PATCH[workload.name]
+    height, width = _PATCH[workload.name] if c == workload.cols else (1, 1)
     scale = None if workload.options == "plain" else inputs.normal(c, dtype=torch.float32)
     arguments = {
         "dy": inputs.normal(b, h * w // (height * width), height * width * c),
@@ -94,6 +105,7 @@ WORKLOADS: tuple[Workload, ...] = (
             _build,
             frozenset({"training", "inference"}),
             settings=(("columnwise", True),) if "both" in options else (),
+            **_moves(options),
         )
         for name, options, rows in _USED
     ),

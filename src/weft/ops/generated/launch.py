@@ -40,13 +40,14 @@ def tile_config(operands: int, target: Capabilities) -> TileConfig:
 
 
 @choice("rowwise", tile=(1024, 16384), num_warps=(1, 16))
-def row_config(cols: int, target: Capabilities) -> TileConfig:
-    """Choose the tile of a function of rows: whole rows of up to 8192 elements, 16 for each lane; longer ones in parts
-    of 4096. On a CPU, parts that stay in the first cache."""
+def row_config(cols: int, operands: int, target: Capabilities) -> TileConfig:
+    """Choose the tile of a function of rows: whole rows of up to 8192 elements, 16 for each lane, or 4 if there are
+    many operands; longer ones in parts of 4096. On a CPU, parts that stay in the first cache."""
     if target.is_cpu:
         return TileConfig(2048 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024), 1)
     tile = 4096 if cols > LONGEST_TILE else max(_power_of_two(cols), 1024)
-    return TileConfig(tile, max(tile // (16 * target.warp_size), 1))
+    per_lane = 16 if operands <= 5 else 4
+    return TileConfig(tile, min(max(tile // (per_lane * target.warp_size), 1), 16))
 
 
 def _power_of_two(n: int) -> int:
@@ -244,7 +245,7 @@ def _bound_rows(
         operands[-1] = Operand(layouts[-1][0], "codes", False)
     strides_of_rows, dense = _outer_arguments(outer, operands)
     by_row = to is not None and Format.of(to.format).block == "row"
-    tile, warps = row_config(cols if scalar.dims or by_row else min(cols, 1024), target)
+    tile, warps = row_config(cols if scalar.dims or by_row else min(cols, 1024), len(layouts), target)
     one_tile = by_row or scans_both_ways(scalar)
     split = any(each.along for each in operands) and not one_tile
     tile = max(tile, _power_of_two(cols)) if one_tile else tile

@@ -1,20 +1,45 @@
-"""Launches of patches: passes over their rows, or over stripes of 128 of them."""
+"""Launches of patches, and of the gradient of their pixels."""
 
 from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import Launch, capabilities_of
-from ..common.copies import cast_mode, copy_arguments, count_stripes, stripe_config
+from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ..common.copies import cast_mode, copy_arguments
 from ..common.destination import Destination
 from ..common.passes import make_copies
 from ..common.results import Result, ResultOptions
-from ..common.rows import STRIPE, align_of
-from ..embedding.launch import LONGEST_TILE, gather_config
+from ..common.rows import align_of, cpu_tile, tile_warps
 from ..quantize.launch import quantize_into
 from .kernels import Patches, patchify_kernel
+
+LONGEST_TILE = 8192  # elements of a patch with one scale that a program reads at once
+LONGEST_GROUP = 128  # elements that share a scale
+
+
+class PatchConfig(NamedTuple):
+    """Tiling of patches: `rows` of them per program, `tile` elements at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+
+
+@choice("patchify", rows=(1, 64), tile=(128, LONGEST_TILE), num_warps=(1, 16))
+def patch_config(cols: int, by_row: bool, target: Capabilities) -> PatchConfig:
+    """Choose tiles of 1024 elements, 8 per thread: each has an address of its own. On a CPU, tiles are within a patch.
+    `by_row`: a result with a scale for each patch needs it whole."""
+    whole = max(1 << max(cols - 1, 0).bit_length(), LONGEST_GROUP)
+    if by_row:
+        return PatchConfig(1, whole, min(2 * tile_warps(whole, target), 16))
+    if target.is_cpu:
+        return PatchConfig(1, cpu_tile(cols, LONGEST_GROUP), 4)
+    tile = min(whole, 1024)
+    return PatchConfig(1024 // tile, tile, 128 // target.warp_size)
 
 
 def contiguous_run(image: Tensor, patch: tuple[int, int], channels_first: bool) -> int:
@@ -59,20 +84,14 @@ class PatchLaunch:
         y: Tensor | None,
         dy: Tensor | None = None,
         row: Codes | None = None,
-        col: Codes | None = None,
         amax: Tensor | None = None,
         wants_amax: bool = False,
-        stripes: bool = False,
     ) -> Tensor | None:
         """Launch a pass; return the amax of each of its programs if wanted."""
         format = self.format if y is None and dy is None else None
-        align, by_row = align_of(self.cols), format is not None and format.block == "row"
-        rows, tile, warps = gather_config(self.cols, format is not None, by_row, self.target)
-        if format is not None and stripes:
-            tile, warps = stripe_config("patchify", format.block, align, self.target)
-            rows = STRIPE
-        blocks = count_stripes(self.rows, self.cols) if stripes else -(-self.rows // rows)
+        rows, tile, warps = patch_config(self.cols, format is not None and format.block == "row", self.target)
         tiles = -(-self.cols // tile)
+        programs = -(-self.rows // rows) * tiles
         launch = Launch.of(
             patchify_kernel,
             num_warps=warps,
@@ -81,21 +100,21 @@ class PatchLaunch:
             CAST=cast_mode(self.target),
             ROWS=rows,
             TILE=tile,
-            ALIGN=align,
+            ALIGN=align_of(self.cols),
             RUN=self.run_align,
         )
         partials = None
         if wants_amax:
-            partials = torch.empty(blocks * tiles, dtype=torch.float32, device=self.image.device)
+            partials = torch.empty(programs, dtype=torch.float32, device=self.image.device)
         launch(
-            (blocks * tiles, 1, 1),
+            (programs, 1, 1),
             *patchify_kernel.arguments(
                 image_ptr=self.image,
                 scale_ptr=self.scale,
                 shift_ptr=self.shift,
                 y_ptr=y,
                 dy_ptr=dy,
-                to=Destination(amax, partials, copy_arguments(row), copy_arguments(col)),
+                to=Destination(amax, partials, copy_arguments(row), copy_arguments(None)),
                 patches=self.patches,
                 rows=self.rows,
                 cols=self.cols,
@@ -107,21 +126,23 @@ class PatchLaunch:
     def rows_pass(
         self, copy: Codes | None, scale_source: Tensor | None, wants_amax: bool, has_stats: bool
     ) -> Tensor | None:
-        return self.run(None, None, copy, None, scale_source, wants_amax)
+        return self.run(None, None, copy, scale_source, wants_amax)
 
-    def stripes_pass(
-        self, row: Codes | None, col: Codes | None, scale_source: Tensor | None, wants_amax: bool
-    ) -> Tensor | None:
-        return self.run(None, None, row, col, scale_source, wants_amax, stripes=True)
+    def stripes_pass(self, *_: object) -> NoReturn:
+        raise AssertionError("column-wise copies and squares go through memory")
 
     def fill(self, result: Result, options: ResultOptions) -> None:
-        """Compute the patches into a result."""
+        """Compute the patches into a result. A tile has whole groups of a row. Other groups go through fp32 memory: a
+        tile of 128 patches, each element with an address of its own, would spill registers."""
         if self.format is None:
             self.run(result.y)
-        elif self.format.block == "row" and self.cols > LONGEST_TILE:
+        elif (
+            options.columnwise
+            or self.format.square
+            or (self.format.block == "row" and self.cols > LONGEST_TILE)
+        ):
             y = torch.empty((self.rows, self.cols), dtype=torch.float32, device=self.image.device)
             self.run(y)
             quantize_into(result, options, y)
         else:
-            direct = self.format.block != "128x128"
-            make_copies(result, options, self.rows_pass, self.stripes_pass, direct=direct, statistics=False)
+            make_copies(result, options, self.rows_pass, self.stripes_pass, direct=True, statistics=False)

@@ -94,8 +94,8 @@ def patchify_backward_reference(a: PatchifyBackwardArgs) -> PatchifyGradient:
 def _empty_gradient(a: PatchifyBackwardArgs) -> Tensor:
     b, h, w, c = a.shape
     if a.planes:
-        return a.dy.new_empty((b, c, h, w), dtype=a.dtype).permute(0, 2, 3, 1)
-    return a.dy.new_empty(a.shape, dtype=a.dtype)
+        return torch.empty((b, c, h, w), dtype=a.dtype, device=a.dy.device).permute(0, 2, 3, 1)
+    return torch.empty(a.shape, dtype=a.dtype, device=a.dy.device)
 
 
 # 48: pointers aligned or not, three alignments of patches and three of runs, sizes below 2^30 or not.
