@@ -10,7 +10,7 @@ import importlib, sys
 
 import weft
 
-FRAMEWORKS = ("torchtitan", "megatron", "vllm", "sglang")
+FRAMEWORKS = ("torchtitan", "megatron", "vllm", "sglang", "jax")
 for name in (*FRAMEWORKS, "transformers", "trl"):
     assert not {name, f"weft.integrations.{name}"} & sys.modules.keys(), "imported unasked"
 for name in FRAMEWORKS:
