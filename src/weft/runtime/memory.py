@@ -226,12 +226,12 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     for lane in {step for step, _ in (*dims[0], *dims[1]) if step}:
         if any(step > lane and step % lane for step, _ in (*dims[0], *dims[1])):
             continue
-        firsts = [start % lane for start in starts]
-        lasts = [
-            first + _reach([each for each in dim if each[0] < lane]) + t.itemsize
-            for first, dim, t in zip(firsts, dims, (x, y), strict=True)
+        widths = [
+            _reach([each for each in dim if each[0] < lane]) + t.itemsize
+            for dim, t in zip(dims, (x, y), strict=True)
         ]
-        if max(lasts) <= lane and (lasts[0] <= firsts[1] or lasts[1] <= firsts[0]):
+        between = (starts[1] - starts[0]) % lane  # x is in the lane at 0, y at this distance
+        if widths[0] <= between and between + widths[1] <= lane:
             return False
     return True
 

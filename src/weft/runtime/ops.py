@@ -316,11 +316,8 @@ class Op(Generic[A, O]):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
         if self.is_traced(a) or self.is_negated(a, targets) or not self.serves_call(a):
-            outputs = [
-                result if target is None else target.copy_(result)
-                for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)
-            ]
-            return self.outputs.build(*outputs)
+            pairs = zip(targets, self.outputs.flatten(self(a)), strict=True)
+            return self.outputs.build(*(new if t is None else t.copy_(new) for t, new in pairs))
         if self.validate is not None:
             self.validate(a)
         expected, device = self.outputs.flatten(self.expected(a)), _device_of(a)
