@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_loom.testing import NAN, Guarded, guarded_allocations
+from triton_loom.testing.comparison import WORDS
 
 import weft
 from tests.catalogue.calls import arguments_of
@@ -46,6 +47,8 @@ def launches_in_callers_memory(workload: Workload) -> None:
         wanted = op(a)
         with guarded_allocations() as bands:
             outputs = op.allocate(a)
+        for output in named(op, outputs).values():
+            fill_with_nan(output)
 
         def call() -> Any:
             return op(a) if op.written else op.into(outputs, a)
@@ -67,6 +70,12 @@ def launches_in_callers_memory(workload: Workload) -> None:
             with weft.workspace(few.tensor), pytest.raises(ValueError, match=f"needs {needed.nbytes} bytes"):
                 call()
             few.check()
+
+
+def fill_with_nan(x: Tensor) -> None:
+    """Set all bits of a tensor's elements; of padding between them none."""
+    bits = x.view(WORDS[x.itemsize])
+    bits.fill_(-1 if bits.dtype.is_signed else 255)
 
 
 def results_in_callers_memory(workload: Workload) -> None:

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 R = TypeVar("R")
+
+PLAIN = frozenset({Tensor, Parameter})  # not other subclasses
 
 _ALIGNMENT = 64  # bytes: pieces of a workspace start at multiples of it; kernels need 16
 
@@ -101,7 +104,7 @@ class workspace:
         """Raise an error if a tensor among these arguments or outputs of a call lies in the buffer."""
         for name, value in zip(names, values, strict=True):
             for tensor in value if isinstance(value, list) else [value]:
-                if self._buffer is not None and isinstance(tensor, Tensor) and overlap(tensor, self._buffer):
+                if self._buffer is not None and type(tensor) in PLAIN and overlap(tensor, self._buffer):
                     raise ValueError(
                         f"{name} shares memory with the workspace, which the call uses: give the workspace its own"
                     )
