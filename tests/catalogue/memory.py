@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_loom.testing import NAN, Guarded, guarded_allocations
+from triton_loom.testing.comparison import WORDS
 
 import weft
 from tests.catalogue.calls import arguments_of
@@ -18,7 +21,7 @@ from tests.support.allocations import allocations_of
 from weft import QTensor
 from weft.lab.calls import assert_same, returned, small
 from weft.lab.checks import NotApplicable
-from weft.lab.families import Workload
+from weft.lab.families import Call, Workload
 from weft.quant.copies import with_padding
 
 
@@ -44,6 +47,8 @@ def launches_in_callers_memory(workload: Workload) -> None:
         wanted = op(a)
         with guarded_allocations() as bands:
             outputs = op.allocate(a)
+        for output in named(op, outputs).values():
+            fill_with_nan(output)
 
         def call() -> Any:
             return op(a) if op.written else op.into(outputs, a)
@@ -65,6 +70,12 @@ def launches_in_callers_memory(workload: Workload) -> None:
             with weft.workspace(few.tensor), pytest.raises(ValueError, match=f"needs {needed.nbytes} bytes"):
                 call()
             few.check()
+
+
+def fill_with_nan(x: Tensor) -> None:
+    """Set all bits of a tensor's elements; of padding between them none."""
+    bits = x.view(WORDS[x.itemsize])
+    bits.fill_(-1 if bits.dtype.is_signed else 255)
 
 
 def results_in_callers_memory(workload: Workload) -> None:
@@ -92,7 +103,6 @@ def results_in_callers_memory(workload: Workload) -> None:
             into()
         workspace = workspace_of(needed.nbytes)
         with weft.workspace(workspace.tensor):
-            into()
             got = returned(into)
             sizes = allocations_of(into)
         assert_same(got, wanted, "out=")
@@ -102,9 +112,60 @@ def results_in_callers_memory(workload: Workload) -> None:
             f"{sizes} bytes were allocated; new results have {[*new.values()]}"
         )
         assert storages(first).keys() & storages(got).keys(), "out is not returned"
+        if not new:
+            replays_without_allocation(into, workspace.tensor, wanted)
         workspace.check()
         for band in itertools.chain(*bands.values()):
             band.check()
+        if type(first) is Tensor:
+            refuses_wrong_memory(
+                call, first, lambda out: into.with_(out=(out, *more) if more else out), wanted
+            )
+
+
+def replays_without_allocation(into: Call, workspace: Tensor, wanted: dict[str, Tensor]) -> None:
+    """Check that a recording of the call allocates nothing and reads nothing on the host, which `capture` refuses."""
+    names = list(into.tensors().keys() - {"out", "residual_out"})
+
+    def function(*tensors: Tensor) -> dict[str, Tensor]:
+        with weft.workspace(workspace):
+            return returned(into.with_(**dict(zip(names, tensors, strict=False))))
+
+    examples = [into[name] for name in names] or [torch.zeros(1)]
+    step = weft.capture(function, *examples)
+    assert_same(step(*examples), wanted, "replayed")
+    sizes = allocations_of(lambda: step(*examples))
+    assert not sizes, f"a replay allocates {sizes} bytes"
+
+
+def refuses_wrong_memory(
+    call: Call, out: Tensor, into: Callable[[Tensor], Call], wanted: dict[str, Tensor]
+) -> None:
+    """Check that an `out` that overlaps an argument, itself, or has another shape is refused, unless the results are
+    right all the same, as with an argument that was converted to another dtype before."""
+    more = torch.empty((out.shape[0] + 1, *out.shape[1:]), dtype=out.dtype)
+    wrong = [more, out[:1].expand(out.shape)] if out.dim() and len(out) > 1 else [more]
+    for each in wrong:
+        with pytest.raises(ValueError, match=r"\bout (must|share)"):
+            into(each)()
+    for name, tensor in call.tensors().items():
+        if not tensor.numel():
+            continue
+        # Two views of the same bytes, with starts that differ by one row of the result.
+        offset = out.shape[-1] * out.itemsize
+        if offset >= tensor.nbytes:
+            continue
+        nbytes = max(tensor.nbytes, offset + out.nbytes)
+        shared = torch.zeros(-(-nbytes // 64) * 64, dtype=torch.uint8)
+        argument = shared[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        target = shared[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
+        try:
+            got = returned(into(target).with_(**{name: argument}))
+        except ValueError as error:
+            if "shares memory with" not in str(error):
+                raise
+        else:
+            assert_same(got, wanted, f"out= that overlaps {name}")
 
 
 def guarded(value: Tensor, bands: list[Guarded]) -> Tensor:
@@ -117,7 +178,8 @@ def guarded(value: Tensor, bands: list[Guarded]) -> Tensor:
 
     if not isinstance(value, QTensor):
         return fresh(value)
-    copies = (None if codes is None else codes.map(fresh) for codes in (value.rowwise, value.columnwise))
+    shared = functools.cache(fresh)  # both copies have one global_scale
+    copies = (None if codes is None else codes.map(shared) for codes in (value.rowwise, value.columnwise))
     return QTensor(value.shape, value.dtype, value.spec, *copies)
 
 

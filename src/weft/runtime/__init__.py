@@ -18,7 +18,7 @@ from .launch import (
     recorded_by,
     recording,
 )
-from .memory import contiguous_copy, current_workspace, overlap, overlaps_itself, scratch, workspace
+from .memory import PLAIN, contiguous_copy, current_workspace, overlap, overlaps_itself, scratch, workspace
 from .ops import (
     LATER,
     Backward,
@@ -40,6 +40,7 @@ from .variant import TARGETS, Variant
 __all__ = [
     "GPUS",
     "LATER",
+    "PLAIN",
     "TARGETS",
     "Backward",
     "BoundLaunch",

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 R = TypeVar("R")
+
+PLAIN = frozenset({Tensor, Parameter})  # not other subclasses
 
 _ALIGNMENT = 64  # bytes: pieces of a workspace start at multiples of it; kernels need 16
 
@@ -101,7 +104,7 @@ class workspace:
         """Raise an error if a tensor among these arguments or outputs of a call lies in the buffer."""
         for name, value in zip(names, values, strict=True):
             for tensor in value if isinstance(value, list) else [value]:
-                if self._buffer is not None and isinstance(tensor, Tensor) and overlap(tensor, self._buffer):
+                if self._buffer is not None and type(tensor) in PLAIN and overlap(tensor, self._buffer):
                     raise ValueError(
                         f"{name} shares memory with the workspace, which the call uses: give the workspace its own"
                     )
@@ -226,12 +229,12 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     for lane in {step for step, _ in (*dims[0], *dims[1]) if step}:
         if any(step > lane and step % lane for step, _ in (*dims[0], *dims[1])):
             continue
-        firsts = [start % lane for start in starts]
-        lasts = [
-            first + _reach([each for each in dim if each[0] < lane]) + t.itemsize
-            for first, dim, t in zip(firsts, dims, (x, y), strict=True)
+        widths = [
+            _reach([each for each in dim if each[0] < lane]) + t.itemsize
+            for dim, t in zip(dims, (x, y), strict=True)
         ]
-        if max(lasts) <= lane and (lasts[0] <= firsts[1] or lasts[1] <= firsts[0]):
+        between = (starts[1] - starts[0]) % lane  # x is in the lane at 0, y at this distance
+        if widths[0] <= between and between + widths[1] <= lane:
             return False
     return True
 

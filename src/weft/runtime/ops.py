@@ -30,7 +30,7 @@ from .backend import Backend, backend, chosen, serves
 from .catalogue import catalogue
 from .fields import Fields, Present
 from .launch import skipping_launches
-from .memory import WorkspaceFull, current_workspace, metadata, scratch, without_memory, workspace
+from .memory import PLAIN, WorkspaceFull, current_workspace, metadata, scratch, without_memory, workspace
 from .remembered import remembered
 from .sharding import Sharding, cut, is_distributed, refuse
 
@@ -48,8 +48,6 @@ def later(gradients: Callable[..., Any]) -> Any:
     """Return a placeholder for the wanted gradients in the saved arguments of a backward op."""
     return gradients(*(False for _ in gradients._fields))  # type: ignore[attr-defined]
 
-
-_PLAIN = frozenset({Tensor, Parameter})
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
@@ -237,7 +235,7 @@ class Op(Generic[A, O]):
             if tensor is not None:
                 kind = type(tensor)
                 if kind is list:
-                    if not _PLAIN.issuperset(map(type, tensor)):
+                    if not PLAIN.issuperset(map(type, tensor)):
                         return self.dispatch(a)
                     if any(map(Tensor.is_neg, tensor)):
                         return self(self.resolved(a))
@@ -316,11 +314,8 @@ class Op(Generic[A, O]):
             raise refuse(f"weft::{self.name} with out=")
         targets = self.outputs.flatten(destinations)
         if self.is_traced(a) or self.is_negated(a, targets) or not self.serves_call(a):
-            outputs = [
-                result if target is None else target.copy_(result)
-                for target, result in zip(targets, self.outputs.flatten(self(a)), strict=True)
-            ]
-            return self.outputs.build(*outputs)
+            pairs = zip(targets, self.outputs.flatten(self(a)), strict=True)
+            return self.outputs.build(*(new if t is None else t.copy_(new) for t, new in pairs))
         if self.validate is not None:
             self.validate(a)
         expected, device = self.outputs.flatten(self.expected(a)), _device_of(a)
@@ -647,7 +642,7 @@ def _listed_autograd(op: Op[A, O]) -> tuple[Callable[..., None], Callable[..., A
 
 def _are_plain(tensors: Iterable[Tensor | list[Tensor]]) -> bool:
     """Return whether every tensor, alone or in a list, is a Tensor or a Parameter rather than another subclass."""
-    return all(_are_plain(t) if isinstance(t, list) else type(t) in _PLAIN for t in tensors)
+    return all(_are_plain(t) if isinstance(t, list) else type(t) in PLAIN for t in tensors)
 
 
 @contextmanager
@@ -684,6 +679,6 @@ def is_transformed() -> bool:
 def is_readable(x: Tensor) -> bool:
     """Return whether the values of x can be read without waiting for a device and without anything that traces or
     records the call. A recording of `weft.capture` cannot hold a value that was read, so every mode counts here."""
-    if x.device.type != "cpu" or type(x) not in _PLAIN:
+    if x.device.type != "cpu" or type(x) not in PLAIN:
         return False
     return not (torch.compiler.is_compiling() or _count_dispatch_modes() or is_transformed())

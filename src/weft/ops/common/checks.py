@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ...runtime import is_transformed, overlap, overlaps_itself, remembered
+from ...runtime import PLAIN, is_transformed, overlap, overlaps_itself, remembered
 from .rows import compute_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -162,7 +162,7 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     it writes, so only identical tensors count."""
     if torch.compiler.is_compiling() or is_transformed():
         return x is y
-    plain = type(x) in (Tensor, Parameter) and type(y) in (Tensor, Parameter) and x.device.type != "meta"
+    plain = PLAIN.issuperset((type(x), type(y))) and x.device.type != "meta"
     return plain and overlap(x, y)
 
 

@@ -56,7 +56,8 @@ def check_into(
     - `strided`: outputs that may have any strides, as long as their last dimension is contiguous.
     - `others`: tensors that the call also reads or writes, with their names.
     """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in op.arguments.tensors(a)):
+    tensors = (*op.arguments.tensors(a), *targets.values())
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise ValueError("out= is for inference: call this under torch.no_grad()")
     expected = dict(zip(op.outputs.names, op.outputs.flatten(op.expected(a)), strict=True))
     written = []
@@ -65,11 +66,12 @@ def check_into(
             name = (names or {}).get(output, f"{output} of out")
             if expected[output] is None:
                 raise ValueError(f"{name} is given, but this call has no such result: pass None for it")
+            if isinstance(target, QTensor):
+                raise ValueError(f"{name} is a {target!r}; this result is plain: pass a tensor")
             check_tensor(name, target, (expected[output].dtype,), a[0].device, expected[output].shape)
             written.append((name, _in_memory(name, target, expected[output], output in strided)))
     read = zip(op.arguments.names, op.arguments.flatten(a), strict=True)
-    tensors = [(name, t) for name, t in read if isinstance(t, Tensor)]
-    check_disjoint(written, [*tensors, *others], in_place)
+    check_disjoint(written, [*((name, t) for name, t in read if isinstance(t, Tensor)), *others], in_place)
     space = current_workspace()
     if space is not None:
         for name, target in written:
@@ -108,6 +110,7 @@ def result_into(
     in_place: tuple[str, ...] = (),
     strided: bool = False,
     dropped: tuple[str, ...] = (),
+    names: Mapping[str, str] | None = None,
     **others: Tensor | None,
 ) -> Outputs:
     """Run an op with its `Result` written to `out`, a tensor or a `QTensor`, and other outputs to the tensors passed by
@@ -118,7 +121,7 @@ def result_into(
     y, *more = results_in(out, *given)
     parts = dict(zip(given[1:], more, strict=True))
     targets: dict[str, Tensor | None] = {"result_amax": parts.get("amax"), **others}
-    names = {"result_y": "out", "result_amax": "amax of out"} | {name: f"{name}_out" for name in others}
+    called = {"result_y": "out", "result_amax": "amax of out", **(names or {})}
     if options.format is None:
         if isinstance(y, QTensor):
             raise ValueError(
@@ -129,23 +132,20 @@ def result_into(
         targets["result_y"] = parts.get("plain")
         if not options.return_plain:
             dropped = (*dropped, "result_y")
-        for name, part in (
-            {} if y is None else _copies_of(y, options, op.expected(a).result, a[0].device)
-        ).items():
-            targets[name], names[name] = part, f"the {name.removeprefix('result_')} of out"
+        if y is not None:
+            expected: Any = op.expected(a)
+            for name, part in _copies_of(y, options, expected.result, a[0].device).items():
+                targets[f"result_{name}"], called[f"result_{name}"] = part, f"the {name} of out"
     any_strides = ("result_y",) * strided + ("result_scale", "result_scale_t")
-    o = run_into(op, a, targets, names=names, in_place=in_place, strided=any_strides, dropped=dropped)
-    if isinstance(y, QTensor) and y.rowwise is not None and y.columnwise is not None:
-        first, second = y.rowwise.global_scale, y.columnwise.global_scale
-        if first is not second and o.result.global_scale_t is None:  # one scale of both copies
-            second.copy_(first)
-    return o
+    return run_into(op, a, targets, names=called, in_place=in_place, strided=any_strides, dropped=dropped)
 
 
 def results_in(out: Tensor | Sequence[Tensor | None] | None, *names: str) -> Sequence[Tensor | None]:
     """Return the members of `out`, one for each of a call's results: a tensor alone is the first one."""
-    if not isinstance(out, (tuple, list)):
+    if out is None or isinstance(out, Tensor):
         return [out, *[None] * (len(names) - 1)]
+    if not isinstance(out, (tuple, list)):
+        raise TypeError(f"out must be a tensor or a tuple of {', '.join(names)}; got {type(out).__name__}")
     if len(out) != len(names):
         raise ValueError(f"out must be a tuple of {len(names)} results, {', '.join(names)}; got {len(out)}")
     return out
@@ -172,5 +172,10 @@ def _copies_of(
             f"{' and '.join(['rowwise'] * options.rowwise + ['columnwise'] * options.columnwise)}"
         )
     rotated = expected.global_scale_t is not None
+    last = [None if copy is None else copy.global_scale for copy in (out.rowwise, out.columnwise)]
+    if options.rowwise and options.columnwise and not rotated and last[0] is not last[1]:
+        raise ValueError(
+            "both copies of out must have the same global_scale: allocate it with torch.empty_like"
+        )
     result = Result.of(expected.y, (out.rowwise, out.columnwise), None, rotated)
-    return {f"result_{name}": part for name, part in result._asdict().items() if name not in ("y", "amax")}
+    return {name: part for name, part in result._asdict().items() if name not in ("y", "amax")}

@@ -441,7 +441,7 @@ def _summed_first(shape: Sequence[int], out: Tensor) -> list[int]:
 def room_for(shape: Sequence[int], out: Tensor) -> Tensor:
     """Allocate an fp32 gradient of the shape that `out` was broadcast to, so that sums run over rows in memory."""
     order = _summed_first(shape, out)
-    memory = scratch([shape[i] for i in order], torch.float32, out.device)
+    memory = scratch(tuple(shape[i] for i in order), torch.float32, out.device)
     return memory.permute([order.index(i) for i in range(len(shape))])
 
 

@@ -359,7 +359,7 @@ def qkv_prepare(
         check_rotation(rotation, positions, qkv, cut.dim, *sizes(qkv, cut.layout)),
         cut,
     )
-    results = None if out is None else QKV(*(*out, None) if len(out) == 3 else results_in(out, *QKV._fields))
+    results = None if out is None else _results(out)
     if quantize is not None:
         return _prepare_quantized(a, quantize, cache, results)
     if cache is not None:
@@ -369,6 +369,13 @@ def qkv_prepare(
     if results is None:
         return qkv_prepare_op(a)
     return run_into(qkv_prepare_op, a, results._asdict(), strided=QKV._fields)
+
+
+def _results(out: Sequence[Tensor | None]) -> QKV:
+    """Return the tensors for the results by name; q and k may be None as well."""
+    if isinstance(out, (tuple, list)) and len(out) == 3:
+        out = (*out, None)
+    return QKV(*results_in(out, *QKV._fields))  # type: ignore[arg-type]
 
 
 def _prepare_cached(a: Prepare, cache: KVCache, slots: Tensor | None, out: QKV | None) -> QKV:
@@ -389,7 +396,10 @@ def _cached_outputs(a: Prepare, out: QKV, cache: KVCache) -> QKV:
     caches = [("cache", t) for t in (*cache.written, cache.k_scale, cache.v_scale) if t is not None]
     check_into(qkv_prepare_op, a, out._asdict(), strided=QKV._fields, others=caches)
     missing = any(t is None and e for t, e in zip(out, _present(a), strict=True))
-    return QKV(*(n if t is None else t for t, n in zip(out, _allocate(a), strict=True))) if missing else out
+    if not missing:
+        return out
+    new = zip(QKV._fields, out, _allocate(a), strict=True)
+    return QKV(**{name: n if t is None else t for name, t, n in new})  # type: ignore[arg-type]
 
 
 def _prepare_quantized(a: Prepare, format: Format | str, cache: KVCache | None, out: QKV | None) -> QKV:

@@ -313,7 +313,14 @@ def _norm(
     if out is None and residual_out is None:
         o = norm_op(a)
     else:
-        o = result_into(norm_op, a, out, in_place=("x", "residual"), residual=residual_out)
+        o = result_into(
+            norm_op,
+            a,
+            out,
+            in_place=("x", "residual"),
+            names={"residual": "residual_out"},
+            residual=residual_out,
+        )
     if residual is None and gate is None and options.format is None:
         return o.result.y
     value, plain = o.result.value(options), o.result.y if return_plain else None

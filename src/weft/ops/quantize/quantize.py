@@ -37,7 +37,7 @@ from ...runtime import (
     place_like,
 )
 from ..common.checks import FLOATS, check_input, check_tensor, whole
-from ..common.into import result_into, results_in, run_into
+from ..common.into import result_into, run_into
 from ..common.results import ResultOptions, allocate_result, check_copies
 from .arguments import DequantizeArgs, DequantizeOutputs, QuantizeArgs, QuantizeOutputs
 from .reference import quantize_reference
@@ -221,7 +221,7 @@ def quantize(
     options = ResultOptions(x.dtype, f.spec, rowwise, columnwise, scale, return_amax)
     args = QuantizeArgs(x, options, seed)
     result = (quantize_op(args) if out is None else result_into(quantize_op, args, out)).result
-    into = None if out is None else results_in(out, "q", "amax")[0]
+    into = out[0] if isinstance(out, tuple) else out
     q = result.quantized(f.spec) if into is None else into
     return q if result.amax is None else (q, result.amax)
 

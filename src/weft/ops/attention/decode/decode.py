@@ -249,9 +249,7 @@ def _decode_into(
     """Decode into the caller's tensors; `single`: they have no dimension of queries."""
     y, lse, largest = results_in(out, *Attention._fields)
     if largest is not None or (lse is not None and not return_lse):
-        raise ValueError(
-            "out has results that this call does not return: pass None for max, and for lse without return_lse"
-        )
+        raise ValueError("out has a result that this call does not return: pass None for it")
     dims = 3 if single else 4
     for name, t, wanted in (("out", y, dims), ("lse of out", lse, dims - 1)):
         if t is not None and (not is_tensor(t) or t.dim() != wanted):
@@ -267,6 +265,8 @@ def _decode_into(
     made = run_into(attention_decode_op, a, targets, names=names, dropped=dropped)
     if y is None:
         y = made.y[:, 0] if single else made.y
-    if lse is None and return_lse:
+    if not return_lse:
+        return y
+    if lse is None:
         lse = made.lse[:, 0] if single else made.lse.transpose(1, 2)
-    return Attention(y, lse, None) if return_lse else y
+    return Attention(y, lse, None)

@@ -253,6 +253,8 @@ def launch_unpermute_backward(o: UnpermuteGradients, a: UnpermuteBackwardArgs) -
     cols, rows, scale, strides = dy.shape[1], None, None, (0, 0, 0)
     if o.probs is not None:
         rows, scale, strides = _source(a.rows, a.codes)
+        if a.map.experts is not None:
+            o.probs.zero_()
     _, tile, num_warps = dots_config(cols, capabilities_of(a.dy.device))
     launch = Launch.of(
         unpermute_backward_kernel,
@@ -302,6 +304,8 @@ def launch_unpermute(o: UnpermuteOutputs, a: UnpermuteArgs) -> None:
     tokens, _, slots = _sizes(a.map)
     if tokens == 0:
         return
+    if o.carried is not None and a.map.experts is not None:
+        o.carried.zero_()  # experts that a token did not choose
     rows, scale, strides = _source(a.rows, a.codes)
     probs, format = contiguous(a.probs), None if a.codes.data is None else a.codes.format
     _unpermute_launch(

@@ -72,8 +72,7 @@ class UnpermuteBackwardOp(
         if a.needs.rows:
             drows = torch.empty(a.map.slot_of_row.shape[0], dy.shape[-1], dtype=dy.dtype, device=dy.device)
         if a.needs.probs:
-            make = torch.empty if a.map.experts is None else torch.zeros
-            dprobs = make(probs.shape, dtype=probs.dtype, device=dy.device)
+            dprobs = torch.empty(probs.shape, dtype=probs.dtype, device=dy.device)
         return UnpermuteGradients(drows, dprobs)
 
     @cached_property
@@ -142,11 +141,8 @@ class UnpermuteOp(
     def allocate(self, a: UnpermuteArgs) -> UnpermuteOutputs:
         lead, device, carried = a.map.row_of_slot.shape[:-1], a.rows.device, None
         if a.carried is not None:
-            if a.map.experts is None:
-                carried = torch.empty(a.map.row_of_slot.shape, dtype=a.carried.dtype, device=device)
-            else:
-                shape = (*lead, a.map.counts.shape[0])
-                carried = torch.zeros(shape, dtype=a.carried.dtype, device=device)
+            shape = a.map.row_of_slot.shape if a.map.experts is None else (*lead, a.map.counts.shape[0])
+            carried = torch.empty(shape, dtype=a.carried.dtype, device=device)
         return UnpermuteOutputs(
             torch.empty(*lead, a.rows.shape[-1], dtype=a.rows.dtype, device=device), carried
         )

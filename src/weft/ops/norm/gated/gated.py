@@ -31,7 +31,7 @@ from torch import Tensor
 from ....quant import Format, QTensor
 from ....runtime import LATER, Backward, Gradients, Op, Present, Sharding, later
 from ...common.checks import FLOATS, check_input, check_tensor, epsilon, real, whole
-from ...common.into import result_into, results_in
+from ...common.into import result_into
 from ...common.results import allocate_result, result_options
 from ...common.rows import count_rows, empty_where
 from .arguments import (
@@ -248,10 +248,7 @@ def gated_norm(
     a = GatedNormArgs(
         x, gate, weight, groups, act, epsilon(eps, x), offset, casting, transpose, stats, options
     )
-    if out is None:
-        result = gated_norm_op(a).result
-    else:
-        result = result_into(gated_norm_op, a, out).result
-    into = results_in(out, "y", "amax")[0] if return_amax else out
+    result = (gated_norm_op(a) if out is None else result_into(gated_norm_op, a, out)).result
+    into = out[0] if isinstance(out, tuple) else out
     y = result.value(options) if into is None else into
     return y if result.amax is None else (y, result.amax)
