@@ -110,7 +110,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("sums before a tile in int8 not rescaled", f"{TILES}:add_coded_product", "times(total, alpha)", "times(total, 1.0)", (EMULATED,)),
         ("total before a tile in int8 not rescaled", "attention_kernel", "beta * tl.sum(p, axis=1) + alpha * l_i", "beta * tl.sum(p, axis=1) + l_i", (EMULATED,)),
         ("total of a tile in int8 not rescaled", "attention_kernel", "beta * tl.sum(p, axis=1) + alpha * l_i", "tl.sum(p, axis=1) + alpha * l_i", (EMULATED,)),
-        ("weights in int8 rounded down", f"{TILES}:add_coded_product", "+ 12582912.0", "+ 12582911.5", (EXACT,)),
+        ("weights in int8 rounded down", f"{TILES}:add_coded_product", "(tl.minimum(weights, 127.0) + 12582912.0)", "(tl.minimum(weights, 127.0) - 0.25 + 12582912.0)", (EXACT,)),
         ("weights above 127 wrap", f"{TILES}:add_coded_product", "(tl.minimum(weights, 127.0) + 12582912.0)", "(weights + 12582912.0)", (EXACT,)),
         ("scales of blocks left out", f"{TILES}:add_coded_product", "times_columns(product, scale_ptr, WIDTH)", "product", (EMULATED_64,)),
         ("scales of the first block", "attention_kernel", "tokens // BLOCK + sequence.number + start // BLOCK", "tokens // BLOCK + sequence.number", (EMULATED,)),
