@@ -12,6 +12,7 @@ TILES = "ops/attention/pieces.py"
 WHERE = "ops/attention/sequences.py"
 MASKS = "ops/attention/masks.py"
 TERMS = "ops/attention/pair_terms.py"
+VALUES_FILE = "ops/attention/values.py"
 R = "ops/attention/test.py::"
 
 CAUSAL, LOWER, UPPER, FEWER_KEYS = (
@@ -104,15 +105,54 @@ DECODE_CAP = f"{D}test_softcap_and_scale"
 FAR_QUERIES = f"{D}test_queries_of_any_size[1000000.0]"
 SHORT = f"{D}test_more_queries_than_tokens"
 
+N = "ops/attention/test_int8_values.py::"
+EXACT, EMULATED, EMULATED_192, EMULATED_64 = (
+    f"{N}test_integer_sums_are_exact",
+    *(f"{N}test_results_equal_an_integer_emulation[{keys}]" for keys in (150, 130, 64)),
+)
+BLOCKS, NO_WRAP, INT8_SINKS = (
+    f"{N}test_sequences_have_the_bits_that_they_have_alone",
+    f"{N}test_large_scores_do_not_wrap",
+    f"{N}test_masks_and_widths[int8-cpu]",
+)
+UNSEEN_INT8 = f"{E}test_keys_that_no_query_sees_change_no_bit[after the last query's, packed-mxfp8-int8]"
+X = "ops/attention/test_mx_scores.py::"
+GROUPED, GROUPED_80, GROUPED_PACKED = (
+    f"{X}test_scores_are_those_of_the_codes[128-cpu]",
+    f"{X}test_scores_are_those_of_the_codes[80-sm_120]",
+    f"{X}test_qtensors_are_multiplied_as_they_are[packed-e4m3:mx:te]",
+)
+
 LINES: dict[str, list[tuple[Any, ...]]] = {
     "attention_kernel": [
+        ("weights in int8 against the running maximum", "attention_kernel", "(m_tile - LOG2_P_SCALE_INT8)", "(m_safe - LOG2_P_SCALE_INT8)", (EMULATED,)),
+        ("sums of a tile in int8 not rescaled", "attention_kernel", "beta = tl.exp2(row_max - m_safe)", "beta = tl.exp2((row_max - m_safe) * 0.0)", (EMULATED,)),
+        ("sums before a tile in int8 not rescaled", f"{TILES}:add_coded_product", "times(total, alpha)", "times(total, 1.0)", (EMULATED,)),
+        ("total before a tile in int8 not rescaled", "attention_kernel", "beta * tl.sum(p, axis=1) + alpha * l_i", "beta * tl.sum(p, axis=1) + l_i", (EMULATED,)),
+        ("total of a tile in int8 not rescaled", "attention_kernel", "beta * tl.sum(p, axis=1) + alpha * l_i", "tl.sum(p, axis=1) + alpha * l_i", (EMULATED,)),
+        ("weights in int8 rounded down", f"{TILES}:add_coded_product", "(tl.minimum(weights, 127.0) + 12582912.0)", "(tl.minimum(weights, 127.0) - 0.25 + 12582912.0)", (EXACT,)),
+        ("weights above 127 wrap", f"{TILES}:add_coded_product", "(tl.minimum(weights, 127.0) + 12582912.0)", "(weights + 12582912.0)", (EXACT,)),
+        ("scales of blocks left out", f"{TILES}:add_coded_product", "times_columns(product, scale_ptr, WIDTH)", "product", (EMULATED_64,)),
+        ("scales of the first block", "attention_kernel", "tokens // BLOCK + sequence.number + start // BLOCK", "tokens // BLOCK + sequence.number", (EMULATED,)),
+        ("scales of blocks of the first sequence", "attention_kernel", "tokens // BLOCK + sequence.number + start // BLOCK", "tokens // BLOCK + start // BLOCK", (BLOCKS,)),
+        ("scales of blocks of the first head", "attention_kernel", "(block * (heads.q // heads.group) + key_head)", "(block * (heads.q // heads.group))", (INT8_SINKS,)),
+        ("sink in int8 not scaled", "attention_kernel", "l_i *= P_SCALE_INT8 if", "l_i *= 1.0 if", (INT8_SINKS,)),
+        ("sum in int8 stays scaled", "attention_kernel", "l_i *= 1.0 / P_SCALE_INT8", "l_i *= 1.0", (EMULATED_64,)),
+        ("scales of groups of queries left out", f"{TILES}:across_groups", "a.first, a_scale.first,", "a.first, a_scale.first * 0 + 127,", (GROUPED,)),
+        ("scales of groups of keys left out", f"{TILES}:across_groups", "b_scale.first,", "b_scale.first * 0 + 127,", (GROUPED,)),
+        ("first piece of groups left out", f"{TILES}:across_groups", "b_scale.second, \"e4m3\", total", "b_scale.second, \"e4m3\", tl.zeros_like(total)", (GROUPED_80,)),
+        ("sums of groups not from zero", "attention_kernel", "scores.scale * 0.0", "scores.scale * 100.0", (GROUPED,)),
+        ("scales of groups of the first queries", "attention_kernel", "query_scale.at.token, sequence.first, limit", "query_scale.at.token, 0 * sequence.first, limit", (GROUPED_80,)),
+        ("scales of groups of the first keys", "attention_kernel", "key_scale.at.token, start, sequence.k", "key_scale.at.token, 0 * start, sequence.k", (GROUPED_80,)),
+        ("scales of groups of the first packed queries", "attention_kernel", "first_token(query_scale, sequence.batch, sequence.q_start", "first_token(query_scale, sequence.batch, 0 * sequence.q_start", (GROUPED_PACKED,)),
+        ("scales of groups of the first packed keys", "attention_kernel", "first_token(key_scale, sequence.batch, sequence.k_start", "first_token(key_scale, sequence.batch, 0 * sequence.k_start", (GROUPED_PACKED,)),
         ("scales of queries left out", "attention_kernel", "qk.to(tl.float32) * row_scale[:, None]", "qk.to(tl.float32)", (EIGHT_BITS,)),
         ("scales of keys left out", "attention_kernel", "row_scale[:, None] * col_scale[None, :]", "row_scale[:, None]", (EIGHT_BITS,)),
         ("weights not scaled", "attention_kernel", "m_safe - LOG2_P_SCALE", "m_safe - 0.0 * LOG2_P_SCALE", (RAISED,)),
-        ("sink not scaled", "attention_kernel", "l_i *= P_SCALE", "l_i *= 1.0", (VALUES_192,)),
-        ("sum stays scaled", "attention_kernel", "l_i *= 1.0 / P_SCALE", "l_i *= 1.0", (VALUES_192,)),
+        ("sink not scaled", "attention_kernel", "l_i *= P_SCALE_INT8 if IN_INT8 else P_SCALE", "l_i *= P_SCALE_INT8 if IN_INT8 else 1.0", (VALUES_192,)),
+        ("sum stays scaled", "attention_kernel", "l_i *= 1.0 / P_SCALE\n", "l_i *= 1.0\n", (VALUES_192,)),
         ("scales of values left out", "attention_kernel", "out = times_columns(out, value_codes.scale + scale_row * V.dim, V)", "out = times(out, 1.0)", (VALUES,)),
-        ("scales of values of the first head", "attention_kernel", "(heads.q // heads.group) + key_head", "(heads.q // heads.group) + key_head * 0", (VALUES,)),
+        ("scales of values of the first head", "attention_kernel", "scale_row = sequence.number * (heads.q // heads.group) + key_head", "scale_row = sequence.number * (heads.q // heads.group) + key_head * 0", (VALUES,)),
         ("scales of values of the first sequence", "attention_kernel", "scale_row = sequence.number *", "scale_row = 0 * sequence.number *", (SEQUENCES,)),
         ("codes of values of the first sample", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.k_start", (SEQUENCES,)),
         ("codes of values of the first packed sequence", "attention_kernel", "tokens = sequence.batch * lengths.k + sequence.k_start", "tokens = sequence.batch * lengths.k", (SEQUENCES,)),
@@ -123,7 +163,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("scales of the first sequence", "_scales", "(start + row) * place.at.token", "row * place.at.token", (EIGHT_BITS_PACKED,)),
         ("sums not rescaled", "attention_kernel", "times(acc, alpha[:, None])", "times(acc, 1.0 + 0.0 * alpha[:, None])", (CAUSAL,)),
         ("total not rescaled", "attention_kernel", "l_i = l_i * alpha + tl.sum(p, axis=1)", "l_i = l_i + tl.sum(p, axis=1)", (CAUSAL,)),
-        ("rounded weights summed", "attention_kernel", "tl.sum(p, axis=1)", "tl.sum(p.to(value.ptr.dtype.element_ty).to(tl.float32), axis=1)", (GROUPS,)),
+        ("rounded weights summed", "attention_kernel", "tl.sum(p, axis=1)", "tl.sum(p.to(value.ptr.dtype.element_ty).to(tl.float32), axis=1)", (GROUPS,), 2, 2),
         ("largest of the last block alone", "attention_kernel", "m_new = tl.maximum(m_i, row_max)", "m_new = tl.maximum(row_max, row_max)", (LOWER,)),
         ("a row that has seen nothing against -inf", "attention_kernel", "tl.where(m_new == MINUS_INFINITY, 0.0, m_new)", "m_new", (NOTHING,)),
         ("0 / 0 where nothing is seen", "attention_kernel", "1.0 / tl.where(empty, 1.0, l_i)", "1.0 / l_i", (NOTHING,)),
@@ -222,27 +262,45 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("one head of a tile of keys", f"{MASKS}:blocks_kernel", "range(heads_each * per_head)", "range(per_head)", (OF_HEADS,)),
         ("lists shared by sequences of other lengths", f"{TERMS}:Lists.of", "int(terms.mask[0] != 0 or terms.own_bounds)", "int(terms.mask[0] != 0)", (ALL_TERMS,)),
     ],
+    "value_block_kernel": [
+        ("blocks of a sequence in one place", f"{VALUES_FILE}:value_block_kernel", "sequence.number + sequence.first // BLOCK", "sequence.number", (EMULATED,)),
+        ("blocks of overlapping sequences", f"{VALUES_FILE}:value_block_kernel", "token // BLOCK + sequence.number + sequence", "token // BLOCK + sequence", (BLOCKS,)),
+        ("codes of all samples in one place", f"{VALUES_FILE}:value_block_kernel", "token = sequence.batch * lengths.k + sequence.k_start", "token = sequence.k_start", (BLOCKS,)),
+        ("codes of all packed sequences in one place", f"{VALUES_FILE}:value_block_kernel", "token = sequence.batch * lengths.k + sequence.k_start", "token = sequence.batch * lengths.k", (BLOCKS,)),
+        ("values of the first sample", f"{VALUES_FILE}:value_block_kernel", "first_token(value, sequence.batch,", "first_token(value, sequence.batch * 0,", (BLOCKS,)),
+        ("values of the first packed sequence", f"{VALUES_FILE}:value_block_kernel", "sequence.k_start, key_head, ALIGN) + lane", "sequence.k_start * 0, key_head, ALIGN) + lane", (BLOCKS,)),
+        ("values of the first head", f"{VALUES_FILE}:value_block_kernel", "sequence.k_start, key_head, ALIGN) + lane", "sequence.k_start, key_head * 0, ALIGN) + lane", (INT8_SINKS,)),
+        ("scales of the first head", f"{VALUES_FILE}:value_block_kernel", "(block * key_heads + key_head) * V.dim", "(block * key_heads) * V.dim", (INT8_SINKS,)),
+        ("codes of the first block", f"{VALUES_FILE}:value_block_kernel", "tl.multiple_of(sequence.first, BLOCK)", "tl.multiple_of(sequence.first * 0, BLOCK)", (EMULATED,)),
+        ("values that no query sees", f"{VALUES_FILE}:value_block_kernel", "keys_seen_by_any(sequence, band, TILE.banded)", "keys_seen_by_any(sequence, band, False)", (UNSEEN_INT8,)),
+        ("a key too few is seen", f"{WHERE}:keys_seen_by_any", "sequence.q + sequence.offset + band.right", "sequence.q + sequence.offset + band.right - 1", (f"{E}test_keys_that_no_query_sees_change_no_bit[keys after the last query's-mxfp8-int8]", INT8_SINKS)),
+        ("every part the first", f"{VALUES_FILE}:value_block_kernel", "lane = part * M", "lane = part * 0", (EMULATED_192,)),
+        ("a number past the width", f"{VALUES_FILE}:value_block_kernel", "exists = lane < V.dim", "exists = lane <= V.dim", (BLOCKS,)),
+        ("codes of what is not scaled", f"{VALUES_FILE}:value_block_kernel", "encode(scaled(x, factor[None, :], FORMAT)", "encode(scaled(x, 1.0 + 0.0 * factor[None, :], FORMAT)", (EMULATED_64,)),
+        ("the factor for the scale", f"{VALUES_FILE}:value_block_kernel", "+ lane, scale, mask=stored)", "+ lane, factor, mask=stored)", (EMULATED_64,)),
+        ("kv_lengths ignored", f"{WHERE}:_used", "tl.minimum(tl.maximum(length, 0), keys)", "tl.maximum(tl.maximum(length, 0), keys)", (BLOCKS,)),
+    ],
     "value_kernel": [
-        ("scales of the first head", "value_kernel", "(number * key_heads + key_head) * V.dim", "(number * key_heads) * V.dim", (VALUES,)),
-        ("scales of the first sequence", "value_kernel", "(number * key_heads + key_head) * V.dim", "key_head * V.dim", (SEQUENCES,)),
-        ("largest of the last keys alone", "value_kernel", "larger(v_amax, amax(", "larger(v_amax * 0.0, amax(", (VALUES,)),
+        ("scales of the first head", f"{VALUES_FILE}:value_kernel", "(number * key_heads + key_head) * V.dim", "(number * key_heads) * V.dim", (VALUES,)),
+        ("scales of the first sequence", f"{VALUES_FILE}:value_kernel", "(number * key_heads + key_head) * V.dim", "key_head * V.dim", (SEQUENCES,)),
+        ("largest of the last keys alone", f"{VALUES_FILE}:value_kernel", "larger(v_amax, amax(", "larger(v_amax * 0.0, amax(", (VALUES,)),
         ("kv_lengths ignored", f"{WHERE}:_used", "tl.minimum(tl.maximum(length, 0), keys)", "tl.maximum(tl.maximum(length, 0), keys)", (SEQUENCES,)),
         ("the first of kv_lengths for all", f"{WHERE}:_used", "lengths.kv_lengths + number", "lengths.kv_lengths + number * 0", (SEQUENCES,)),
-        ("values that no query sees", "value_kernel", "keys_seen(sequence, band, sequence.q, TILE.banded)", "keys_seen(sequence, band, sequence.q, False)", (UNSEEN,)),
-        ("values before those that are seen", "_in_range", "(row >= begin) & (row < end)", "row < end", (UNSEEN,)),
+        ("values that no query sees", f"{VALUES_FILE}:value_kernel", "keys_seen_by_any(sequence, band, TILE.banded)", "keys_seen_by_any(sequence, band, False)", (UNSEEN,)),
+        ("values before those that are seen", f"{VALUES_FILE}:_in_range", "(row >= begin) & (row < end)", "row < end", (UNSEEN,)),
         ("codes of overlapping sequences", f"{WHERE}:_span", "begin = tl.maximum(begin, tl.max(_clamped(start, tokens), axis=0))", "begin = tl.max(tl.where(index == number, _clamped(start, tokens), 0), axis=0)", (f"{I}test_starts_lead_to_no_other_codes_of_values",)),
-        ("values of the first sample", "value_kernel", "_base(value, batch, start", "_base(value, batch * 0, start", (SEQUENCES,)),
-        ("values of the first packed sequence", "value_kernel", "_base(value, batch, start", "_base(value, batch, start * 0", (SEQUENCES,)),
-        ("last keys left out", "value_kernel", "for first in range(0, end, N)", "for first in range(0, end - N, N)", (VALUES,)),
-        ("nothing after the last key", "value_kernel", "tl.maximum(tl.minimum(tl.cdiv(sequence.k, COLUMNS), room), 0).to(tl.int32) * COLUMNS", "sequence.k", (SEQUENCES,)),
-        ("every part the first", "value_kernel", "lane = part * M", "lane = part * 0", (VALUES_192,)),
-        ("a number past the width", "value_kernel", "exists = lane < V.dim", "exists = lane <= V.dim", (SEQUENCES, VALUES_24)),
-        ("codes of what is not scaled", "value_kernel", "encode(scaled(x, factor[None, :], FORMAT)", "encode(scaled(x, 1.0 + 0.0 * factor[None, :], FORMAT)", (VALUES,)),
-        ("the factor for the scale", "value_kernel", "+ lane, scale, mask=exists)", "+ lane, factor, mask=exists)", (VALUES,)),
-        ("sequences without room between them", "_codes_ptr", "(token // COLUMNS + number) * COLUMNS", "(token // COLUMNS) * COLUMNS", (SEQUENCES,)),
-        ("codes of all samples in one place", "value_kernel", "token = batch * lengths.k + start", "token = start", (SEQUENCES,)),
-        ("heads in one another's rows", "_codes_ptr", "key_head.to(tl.int64) * V.dim *", "key_head.to(tl.int64) * (V.dim - 1) *", (VALUES,)),
-        ("too few columns", f"{LAUNCH}:Counts.value_columns", "+ (sequences or self.batch)", "+ 0 * (sequences or self.batch)", (SEQUENCES,)),
+        ("values of the first sample", f"{VALUES_FILE}:value_kernel", "first_token(value, batch, start", "first_token(value, batch * 0, start", (SEQUENCES,)),
+        ("values of the first packed sequence", f"{VALUES_FILE}:value_kernel", "first_token(value, batch, start", "first_token(value, batch, start * 0", (SEQUENCES,)),
+        ("last keys left out", f"{VALUES_FILE}:value_kernel", "for first in range(0, end, N)", "for first in range(0, end - N, N)", (VALUES,)),
+        ("nothing after the last key", f"{VALUES_FILE}:value_kernel", "tl.maximum(tl.minimum(tl.cdiv(sequence.k, COLUMNS), room), 0).to(tl.int32) * COLUMNS", "sequence.k", (SEQUENCES,)),
+        ("every part the first", f"{VALUES_FILE}:value_kernel", "lane = part * M", "lane = part * 0", (VALUES_192,)),
+        ("a number past the width", f"{VALUES_FILE}:value_kernel", "exists = lane < V.dim", "exists = lane <= V.dim", (SEQUENCES, VALUES_24)),
+        ("codes of what is not scaled", f"{VALUES_FILE}:value_kernel", "encode(scaled(x, factor[None, :], FORMAT)", "encode(scaled(x, 1.0 + 0.0 * factor[None, :], FORMAT)", (VALUES,)),
+        ("the factor for the scale", f"{VALUES_FILE}:value_kernel", "+ lane, scale, mask=exists)", "+ lane, factor, mask=exists)", (VALUES,)),
+        ("sequences without room between them", f"{VALUES_FILE}:codes_ptr", "(token // UNIT + number) * UNIT", "(token // UNIT) * UNIT", (SEQUENCES,)),
+        ("codes of all samples in one place", f"{VALUES_FILE}:value_kernel", "token = batch * lengths.k + start", "token = start", (SEQUENCES,)),
+        ("heads in one another's rows", f"{VALUES_FILE}:codes_ptr", "key_head.to(tl.int64) * V.dim *", "key_head.to(tl.int64) * (V.dim - 1) *", (VALUES,)),
+        ("too few columns", f"{LAUNCH}:Forms.value_columns", "+ (self.sequences or counts.batch)", "+ 0 * (self.sequences or counts.batch)", (SEQUENCES,)),
     ],
     "delta_kernel": [
         ("delta from the gradient alone", "delta_kernel", "a.first.to(tl.float32) * b.first.to(tl.float32)", "b.first.to(tl.float32) * b.first.to(tl.float32)", (CAUSAL,)),

@@ -183,26 +183,96 @@ def eight_bits(target: str, scores: Any, values: Any, dim: int) -> list[Variant]
     heads = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     with recording(target) as recorded, torch.no_grad():
         weft.attention(*heads, is_causal=True, scores=scores, values=values)
-    return [variant for variant in recorded if variant.kernel in ("attention_kernel", "value_kernel")]
+    kernels = ("attention_kernel", "value_kernel", "value_block_kernel")
+    return [variant for variant in recorded if variant.kernel in kernels]
 
 
+@pytest.mark.parametrize("scores", ["int8", "mxfp8"])
 @pytest.mark.parametrize("dim", [8, 64, 72, 80, 192])
-def test_pieces_of_codes_have_at_least_32_elements(dim: int) -> None:
+def test_pieces_of_codes_have_at_least_32_elements(dim: int, scores: str) -> None:
     """8-bit dots take 32 elements at a time and do not compile with fewer."""
     # The first variant computes the mean key.
-    tile = dict(eight_bits("sm_90", "int8", None, dim)[-1].constants)["TILE"]
+    tile = dict(eight_bits("sm_120", scores, None, dim)[-1].constants)["TILE"]
     assert tile.qk.first >= 32
     assert tile.qk.second == 0 or tile.qk.second >= 32
     assert dim <= tile.qk.first + tile.qk.second <= max(32, dim + 31)
+    if scores == "mxfp8":
+        assert 32 * (tile.groups.first + tile.groups.second) == tile.qk.first + tile.qk.second
+        assert tile.groups.dim == -(-dim // 32)
+
+
+# Matrix instruction of scores and, if they are in that element, of values. sm_100 has no int8 in tensor memory; Triton
+# multiplies int8 there as on sm_80.
+IN_EIGHT_BITS = {
+    **dict.fromkeys(((target, "int8") for target in ("sm_80", "sm_89", "sm_100", "sm_120")), "IMMA"),
+    ("sm_90", "int8"): "IGMMA",
+    **dict.fromkeys(((target, "int8") for target in ("gfx942", "gfx950")), "v_mfma_i32"),
+    **dict.fromkeys(((target, "e4m3") for target in ("sm_89", "sm_120")), "QMMA"),
+    ("sm_90", "e4m3"): "QGMMA",
+    ("sm_100", "e4m3"): "UTCQMMA",
+    ("gfx950", "e4m3"): "v_mfma",
+    ("sm_100", "mxfp8"): "UTCQMMA",
+    ("sm_120", "mxfp8"): r"QMMA\.SF",
+    ("gfx950", "mxfp8"): "v_mfma_scale",
+}
+
+
+def faults_in_eight_bits(target: str, scores: str, values: str | None, dim: int, binary: Any) -> list[str]:
+    """Return the flaws of a forward kernel, and the matrix instructions that it lacks."""
+    messages = flaws(target, binary)
+    # See choices.json: here scores are multiplied in bf16.
+    decoded = target == "sm_100" and dim > 192 and scores == "mxfp8" and values is not None
+    for element in {values, None if decoded else scores} - {None}:
+        if not binary.count(IN_EIGHT_BITS[target, element]):
+            messages.append(f"no {IN_EIGHT_BITS[target, element]} among {sorted(binary.opcodes)}")
+    if values is not None and not decoded and binary.count(UNITS[target]) and UNITS[target] != "v_mfma":
+        messages.append(f"codes are multiplied by {UNITS[target]}")
+    return messages
+
+
+def elements_on(target: str) -> list[tuple[str, str | None]]:
+    """Return the pairs of scores and values that a target multiplies in eight bits."""
+    values = [None, *(v for v in ("e4m3", "int8") if (target, v) in IN_EIGHT_BITS)]
+    scores = [s for s in ("int8", "e4m3", "mxfp8") if (target, s) in IN_EIGHT_BITS]
+    return [(s, v) for s in scores for v in values]
+
+
+def test_targets_have_the_instructions_that_their_capabilities_name() -> None:
+    for target in TARGETS:
+        facts = Capabilities.of(target)
+        assert ((target, "e4m3") in IN_EIGHT_BITS) == facts.fp8_dot
+        assert ((target, "mxfp8") in IN_EIGHT_BITS) == facts.mx_dot
+        assert (target, "int8") in IN_EIGHT_BITS
+
+
+# Compiled in every run.
+EIGHT_BITS = [
+    ("sm_80", "int8", "int8"),
+    ("gfx942", "int8", "int8"),
+    ("sm_100", "mxfp8", None),
+    ("sm_120", "mxfp8", "e4m3"),
+]
+
+
+def test_some_forms_in_eight_bits_compile() -> None:
+    jobs = [(eight_bits(target, scores, values, 128)[-1], target) for target, scores, values in EIGHT_BITS]
+    for case, binary in zip(EIGHT_BITS, compile_all(jobs, timeout=300), strict=True):
+        assert not faults_in_eight_bits(*case, 128, binary), case
+        wrong = {"int8": "mxfp8", "mxfp8": "int8"}[case[1]]
+        if (case[0], wrong) in IN_EIGHT_BITS:
+            assert faults_in_eight_bits(case[0], wrong, case[2], 128, binary), case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention_in_eight_bits_compiles(target: str, dim: int) -> None:
-    asked: list[tuple[str, str | None]] = [] if target == "sm_100" else [("int8", None)]
-    if Capabilities.of(target).fp8_dot:
-        asked += [("e4m3", None), *((scores, "e4m3") for scores in ("e4m3", *(s for s, _ in asked)))]
-    jobs = [(variant, target) for case in asked for variant in eight_bits(target, *case, dim)]
-    for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=500), strict=True):
-        assert not flaws(target, binary), variant
+    cases = [
+        (case, variant) for case in elements_on(target) for variant in eight_bits(target, *case, dim)[1:]
+    ]
+    binaries = compile_all([(variant, target) for _, variant in cases], timeout=500)
+    for (case, variant), binary in zip(cases, binaries, strict=True):
+        if variant.kernel == "attention_kernel":
+            assert not faults_in_eight_bits(target, *case, dim, binary), (case, variant)
+        else:
+            assert not flaws(target, binary), (case, variant)

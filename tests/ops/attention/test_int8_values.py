@@ -43,7 +43,7 @@ def coded_product_kernel(weights_ptr, rows_ptr, scale_ptr, factor_ptr, out_ptr, 
     rows = tl.load(rows_ptr + i[:, None] * 32 + j[None, :])
     factor = tl.load(factor_ptr + i)[:, None]
     total = Pieces(tl.zeros((64, 32), tl.float32), None)
-    result = add_coded_product(total, weights, factor, Pieces(rows, None), scale_ptr, WIDTH)
+    result = add_coded_product(total, 0.0, weights, factor, Pieces(rows, None), scale_ptr, WIDTH)
     tl.store(out_ptr + i[:, None] * 32 + j[None, :], result.first)
 
 

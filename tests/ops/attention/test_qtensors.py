@@ -245,6 +245,90 @@ def test_qtensors_with_only_a_columnwise_copy() -> None:
                     judge(attend(**mixed), wanted, f"{names}, compiled")
 
 
+# ---- every format, operand, copy and way to call ------------------------------------------------------------
+
+OPERANDS = [("query",), ("key",), ("value",), ("query", "key"), ("query", "key", "value")]
+COPIES: dict[str, dict[str, bool]] = {
+    "rowwise": {},
+    "columnwise": {"rowwise": False, "columnwise": True},
+    "both": {"columnwise": True},
+}
+HOWS = ["no_grad", "grad", "compiled", "captured", "reference", "op", "torch.ops"]
+
+
+def every_case() -> list[Any]:
+    """Return cases in which each value occurs, and as slow tests cases in which each two values occur together."""
+    choices = (FORMATS, OPERANDS, list(COPIES), HOWS)
+    few, pairs = (
+        {case.values for case in covering(*choices, together=together) if not case.marks}
+        for together in (1, 2)
+    )
+    return [pytest.param(*case) for case in sorted(few)] + [
+        pytest.param(*case, marks=pytest.mark.slow) for case in sorted(pairs - few)
+    ]
+
+
+def called(how: str, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Call attention in one of several ways; the op itself may refuse codes that it cannot multiply."""
+    call, _, plain = OPS["attention"]
+    if how == "grad":
+        return call(**{name: x.detach().requires_grad_() for name, x in inputs.items()})  # type: ignore[no-any-return]
+    if how == "captured":
+        heads = {name: x for name, x in inputs.items() if name != "sinks"}
+        return weft.capture(lambda sinks: call(**heads, sinks=sinks), inputs["sinks"])(inputs["sinks"])
+    if how in ("op", "torch.ops"):
+        a = recorded(lambda: call(**plain))._replace(**inputs)
+        if how == "op":
+            outputs = attention_op(a)
+            return outputs.result.y, outputs.lse
+        return tuple(torch.ops.weft.attention(*attention_op.arguments.flatten(a))[:2])
+    with mode(how, call) as attend, torch.no_grad():
+        return attend(**inputs)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("spec", "names", "copies", "how"), every_case())
+def test_no_qtensor_is_misread(spec: str, names: tuple[str, ...], copies: str, how: str) -> None:
+    """Each is multiplied as it is or dequantized; a direct call of the op may also refuse it."""
+    _, in_fp64, inputs = OPS["attention"]
+    mixed = {
+        name: weft.quantize(x, spec, **COPIES[copies]) if name in names else x for name, x in inputs.items()
+    }
+    try:
+        result = called(how, mixed)
+    except ValueError as error:
+        if how not in ("op", "torch.ops") or "codes of query and key in one format" not in str(error):
+            raise
+        return
+    judge(tuple(x.detach() for x in result), in_fp64(*map(exact, mixed.values())), f"{names} {how}")
+
+
+PAIRS = [("int8:row", "e4m3:row"), ("e4m3:row", "e4m3:mx"), ("e4m3:mx", "int8:row"), ("e4m3:mx", "e5m2:mx")]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("how", ["no_grad", "compiled"])
+def test_codes_of_different_formats_are_dequantized(pair: tuple[str, str], how: str) -> None:
+    """Each of them could be multiplied beside one of its own format; of conventions, any two can."""
+    _, in_fp64, inputs = OPS["attention"]
+    mixed = inputs | {
+        name: weft.quantize(inputs[name], s) for name, s in zip(("query", "key"), pair, strict=True)
+    }
+    judge(called(how, mixed), in_fp64(*map(exact, mixed.values())), f"{pair}")
+    same = inputs | {
+        name: weft.quantize(inputs[name], f"e4m3:mx:{s}")
+        for name, s in (("query", "te"), ("key", "deepgemm"))
+    }
+    judge(called(how, same), in_fp64(*map(exact, same.values())), "conventions")
+
+
+def test_copies_of_different_sides_are_dequantized() -> None:
+    call, in_fp64, inputs = OPS["attention"]
+    for spec in ("int8:row", "e4m3:mx"):
+        mixed = quantized(inputs, ("query",), spec)
+        mixed["key"] = weft.quantize(inputs["key"], spec, **COPIES["columnwise"])
+        judge(call(**mixed), in_fp64(*map(exact, mixed.values())), spec)
+
+
 def test_indices_that_are_qtensors_are_refused() -> None:
     inputs = drawn(query=(40, 4, 128), key=(40, 2, 128))
     floats = weft.quantize(torch.ones(2), "tensor")
@@ -257,17 +341,23 @@ def test_indices_that_are_qtensors_are_refused() -> None:
 # ---- direct calls of the op ---------------------------------------------------------------------------------
 
 
-def op_arguments(**changed: Any) -> Any:
-    """Record the op's arguments from a public call with codes of query and key."""
-    _, _, inputs = OPS["attention"]
-    recorded: list[Any] = []
+def recorded(call: Callable[[], Any]) -> Any:
+    """Return the arguments of the attention op in a call."""
+    arguments: list[Any] = []
     launch = attention_op.launch
-    object.__setattr__(attention_op, "launch", lambda o, a: (recorded.append(a), launch(o, a)))
+    object.__setattr__(attention_op, "launch", lambda o, a: (arguments.append(a), launch(o, a)))
     try:
-        weft.attention(*(weft.quantize(inputs[n], "int8:row") for n in ("query", "key")), inputs["value"])
+        call()
     finally:
         object.__setattr__(attention_op, "launch", launch)
-    return recorded[0]._replace(**changed)
+    return arguments[0]
+
+
+def op_arguments(spec: str = "int8:row", **changed: Any) -> Any:
+    """Return the op's arguments in a public call with codes of query and key."""
+    _, _, inputs = OPS["attention"]
+    q, k = (weft.quantize(inputs[n], spec) for n in ("query", "key"))
+    return recorded(lambda: weft.attention(q, k, inputs["value"]))._replace(**changed)
 
 
 def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -310,6 +400,36 @@ def broken_codes() -> Iterator[tuple[str, dict[str, Any], str]]:
         {"query_codes": PLAIN, "key_codes": PLAIN, "values": "e4m3"},
         "go with codes",
     )
+
+
+def test_the_op_refuses_groups_that_it_would_misread() -> None:
+    a = op_arguments("e4m3:mx")
+    codes: Codes = a.key_codes
+    assert codes.scale is not None
+    attention_op(a)
+    for changed, message in (
+        (codes._replace(scale=codes.scale[:7]), "scales in torch.float8_e8m0fnu; got"),
+        (codes._replace(scale=codes.scale.float()), "scales in torch.float8_e8m0fnu; got"),
+        (codes._replace(format="e4m3:row:te"), "in one format"),
+        (codes._replace(data=codes.data.view(torch.int8)), "codes in torch.float8_e4m3fn; got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention_op(a._replace(key_codes=changed))
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "target"),
+    [("e4m3:mx", None, "sm_90"), ("e4m3:row", None, "sm_80"), ("int8:row", "e4m3", "gfx942")],
+)
+def test_the_op_refuses_codes_that_the_target_cannot_multiply(spec: str, values: Any, target: str) -> None:
+    a = op_arguments(spec)
+    with choosing_for(target), pytest.raises(ValueError, match=f"{target} cannot multiply e4m3"):
+        attention_op(a._replace(values=values))
+
+
+def test_the_op_refuses_unknown_values() -> None:
+    with pytest.raises(ValueError, match="values must be"):
+        attention_op(op_arguments(values="e5m2"))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -221,11 +221,11 @@ def attention_kernel(
             m_tile = tl.where(row_max == MINUS_INFINITY, 0.0, row_max)
             p = tl.exp2(s * unit - (m_tile - LOG2_P_SCALE_INT8)[:, None])
             beta = tl.exp2(row_max - m_safe)
-            l_i = l_i * alpha + tl.sum(p, axis=1) * beta
+            l_i = beta * tl.sum(p, axis=1) + alpha * l_i
             v = load_transposed(v_ptr, value_codes.columns, start, sequence.k, N, V, BLOCK)
             block = tokens // BLOCK + sequence.number + start // BLOCK
             v_scale_ptr = value_codes.scale + (block * (heads.q // heads.group) + key_head) * V.dim
-            acc = add_coded_product(times(acc, alpha[:, None]), p, beta[:, None], v, v_scale_ptr, V)
+            acc = add_coded_product(acc, alpha[:, None], p, beta[:, None], v, v_scale_ptr, V)
         else:
             p_offset = m_safe if value_codes.ptr is None else m_safe - LOG2_P_SCALE
             p = tl.exp2(s * unit - p_offset[:, None])

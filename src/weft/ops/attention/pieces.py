@@ -232,9 +232,9 @@ def across_groups(a, a_scale, b, b_scale, zero):
 
 
 @triton.jit
-def add_coded_product(total, weights, factor, rows, scale_ptr, WIDTH: tl.constexpr):
-    """Return total + factor * (int8(weights) @ rows) * scales of columns: weights [R, C] up to 127, int8 rows [C, dim].
-    The int32 sums are exact."""
+def add_coded_product(total, alpha, weights, beta, rows, scale_ptr, WIDTH: tl.constexpr):
+    """Return alpha * total + beta * (int8(weights) @ rows) * scales of columns: weights [R, C] up to 127, int8 rows
+    [C, dim]. The int32 sums are exact."""
     # Rounded differences of large scores make weights above 127. Adding 1.5 * 2^23 rounds to the nearest even integer
     # and leaves it in the lowest byte.
     codes = (tl.minimum(weights, 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
@@ -243,7 +243,7 @@ def add_coded_product(total, weights, factor, rows, scale_ptr, WIDTH: tl.constex
         product = Pieces(dot(codes, rows.first, None).to(tl.float32), second)
     else:
         product = Pieces(dot(codes, rows.first, None).to(tl.float32), None)
-    return plus(total, times(times_columns(product, scale_ptr, WIDTH), factor))
+    return plus(times(total, alpha), times(times_columns(product, scale_ptr, WIDTH), beta))
 
 
 @triton.jit

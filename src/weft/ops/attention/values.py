@@ -145,8 +145,7 @@ def value_block_kernel(
     # Tokens of no sequence have no block, and all others fit; the upper bound is for the prover.
     stored = exists & (sequence.first < sequence.k) & (block < codes.columns // BLOCK)
     tl.store(codes.scale + (block * key_heads + key_head) * V.dim + lane, scale, mask=stored)
-    to_ptr = codes_ptr(codes, key_head, token, sequence.number, V, BLOCK) + tl.multiple_of(
-        sequence.first, BLOCK
-    )
+    column = tl.multiple_of(sequence.first, BLOCK) + tl.arange(0, BLOCK)
+    to_ptr = codes_ptr(codes, key_head, token, sequence.number, V, BLOCK) + column[None, :]
     to_ptr += (lane.to(tl.int64) * _stride(codes.columns, BLOCK))[:, None]
-    tl.store(to_ptr + tl.arange(0, BLOCK)[None, :], tl.trans(encoded), mask=stored[:, None])
+    tl.store(to_ptr, tl.trans(encoded), mask=stored[:, None])
