@@ -385,6 +385,9 @@ ALL = torch.ones(1, 1, 20, 20, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"attn_mask": ALL}, "as mask= and one that is added to scores as bias="),
+        ({"masks": ALL}, "Did you mean 'mask'"),
         ({"mask": ALL.float()}, "as bias="),
         ({"mask": ALL.int()}, "Pass mask != 0"),
         ({"mask": ALL.expand(1, 3, 20, 20)}, r"keys\] = \[1, 4, 20, 20\]"),
