@@ -62,7 +62,7 @@ BIAS, SLOPES, STRIDED = (
 )
 NAN_PAIRS = f"{P}test_keys_and_queries_outside_all_pairs_may_hold_anything"
 VAIN_MASK, VAIN_MASK_CAUSAL = (
-    f"{P}test_flops_match_the_visible_blocks[{mask}-4]" for mask in ("full", "causal")
+    f"{P}test_flops_match_the_visible_blocks[4-{mask}]" for mask in ("full", "causal")
 )
 ALL_TERMS, ALONE = f"{P}test_with_all_other_options[dtype0]", f"{P}test_bits_depend_on_no_other_sequence"
 
