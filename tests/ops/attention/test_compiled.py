@@ -276,3 +276,37 @@ def test_attention_in_eight_bits_compiles(target: str, dim: int) -> None:
             assert not faults_in_eight_bits(target, *case, dim, binary), (case, variant)
         else:
             assert not flaws(target, binary), (case, variant)
+
+
+# ---- masks, biases and ALiBi ------------------------------------------------------------------------------------
+
+
+def of_pairs(target: str, dim: int) -> list[Variant]:
+    """Return the variants of attention with a mask, with a bias in fp32 and with slopes, and of their gradients."""
+    leaves = [
+        torch.empty((1, heads, TOKENS, dim), dtype=torch.bfloat16, device="meta").requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+    pairs = (1, HEADS, TOKENS, TOKENS)
+    mask = torch.empty(pairs, dtype=torch.bool, device="meta")
+    bias = torch.empty(pairs, device="meta").requires_grad_()
+    alibi = torch.empty((HEADS, 2), device="meta").requires_grad_()
+    with recording(target) as recorded:
+        masked = weft.attention(*leaves, mask=mask)
+        torch.autograd.grad(masked, leaves, torch.empty_like(masked))
+        biased = weft.attention(*leaves, bias=bias)
+        torch.autograd.grad(biased, [*leaves, bias], torch.empty_like(biased))
+        sloped = weft.attention(*leaves, alibi=alibi, is_causal=True)
+        torch.autograd.grad(sloped, [*leaves, alibi], torch.empty_like(sloped))
+    kernels = (*KERNELS, "blocks_kernel")
+    assert {variant.kernel for variant in recorded} >= set(kernels)
+    return list(dict.fromkeys(v for v in recorded if v.kernel in kernels and v.kernel != "delta_kernel"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("target", TARGETS)
+def test_masks_and_biases_compile(target: str, dim: int) -> None:
+    jobs = [(variant, target) for variant in of_pairs(target, dim)]
+    for (variant, _), binary in zip(jobs, compile_all(jobs, timeout=500), strict=True):
+        assert not flaws(target, binary), variant

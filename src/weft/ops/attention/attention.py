@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...quant import PLAIN, Format, QTensor
 from ...runtime import Backward, Gradients, Op, Present, autocasted, capabilities_of
-from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, whole
+from ..common.checks import FLOATS, INTEGERS, check_input, check_tensor, checked_once, real, unexpected, whole
 from ..common.heads import LAYOUTS, Layout
 from ..common.into import result_into, results_in
 from ..common.quantized import register_codes, rowwise_codes
@@ -289,6 +289,7 @@ def attention(
     values: ValueElement | None = None,
     engine: Engine = "auto",
     out: Tensor | Attention | None = None,
+    **unsupported: Any,
 ) -> Tensor | Attention:
     """Compute `softmax(scale * query @ key^T) @ value` in one kernel, with a backward.
 
@@ -353,6 +354,8 @@ def attention(
     >>> weft.attention(q, k, k, is_causal=True).shape
     torch.Size([2, 8, 100, 64])
     """
+    if unsupported:
+        raise _unexpected(unsupported)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_input(name, x)
     query, key, value = autocasted(query), autocasted(key), autocasted(value)
@@ -436,6 +439,19 @@ def attention(
     if shift is not None and return_lse:
         lse = lse + shift() if out is None else lse.add_(shift())
     return Attention(y, lse, outputs.max)
+
+
+def _unexpected(keywords: dict[str, Any]) -> TypeError:
+    """Return the error for keywords that attention does not take."""
+    if "dropout_p" in keywords:
+        return TypeError(
+            "attention() has no dropout. Leave dropout_p out, or call F.scaled_dot_product_attention with it"
+        )
+    if "attn_mask" in keywords:
+        return TypeError(
+            "attention() takes a bool attn_mask as mask= and one that is added to scores as bias="
+        )
+    return unexpected(attention, keywords)
 
 
 def _check_values(a: AttentionArgs, scores: str | None) -> None:

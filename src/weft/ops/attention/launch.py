@@ -26,7 +26,7 @@ from .arguments import (
     coded_heads,
     value_format,
 )
-from .configs import VALUE_COLUMNS, AttentionTile, BlocksTile, Width, attention_config
+from .configs import VALUE_COLUMNS, AttentionConfig, AttentionTile, BlocksTile, Width, attention_config
 from .engines import choose_library
 from .kernels import attention_kernel, delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .libraries import attend, attend_backward
@@ -169,13 +169,24 @@ class Bound(NamedTuple):
     fused: bool = False  # the kernel quantizes its result itself
 
 
+def _config(kernel: str, forms: Forms, target: Capabilities) -> AttentionConfig:
+    """Return the tile of a kernel. With a bias or slopes, a step of its loop takes half a block: they take registers,
+    and a bias also takes shared memory where loads are pipelined."""
+    name = forms.forward_kernel if kernel == "forward" else kernel
+    config = attention_config(name, forms.shape[-1], forms.v_dim, forms.dtype.itemsize, target)
+    if kernel == "value" or (forms.terms.bias is None and not forms.terms.sloped):
+        return config
+    if kernel == "key":
+        return config._replace(m=max(config.m // 2, 16))
+    return config._replace(n=max(config.n // 2, 16))
+
+
 def _tile(
     kernel: str, forms: Forms, target: Capabilities, *places: Strides
 ) -> tuple[AttentionTile, dict[str, Any]]:
     """Return the tile of a kernel and the options of its launch."""
     dim, itemsize = forms.shape[-1], forms.dtype.itemsize
-    name = forms.forward_kernel if kernel == "forward" else kernel
-    config = attention_config(name, dim, forms.v_dim, itemsize, target)
+    config = _config(kernel, forms, target)
     strides = (stride for at in places for stride in at)
     align = align_of(dim, forms.v_dim, *strides, least=8 if itemsize == 1 else 16 // itemsize)
     # A step of the dot takes 32 bytes.
@@ -193,7 +204,7 @@ def _lists(kernel: str, forms: Forms, target: Capabilities) -> tuple[Lists, Boun
     """Return the sizes of the lists of blocks for a kernel with a mask, and bind the kernel that writes them."""
     counts, strides = forms.counts, forms.terms.mask
     assert strides is not None
-    config = attention_config(kernel, forms.shape[-1], forms.v_dim, forms.dtype.itemsize, target)
+    config = _config(kernel, forms, target)
     lists = Lists.of(kernel == "key", forms.terms, counts.batch, counts.q, counts.k, counts.grouped(), config)
     tile = BlocksTile(config.m, config.n, forms.mask.banded, forms.limited, pair_form(strides, counts.k, 1))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

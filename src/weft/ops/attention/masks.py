@@ -122,7 +122,7 @@ def visits_of(blocks, batch, head, heads, tile, tiles, tokens):
 def visit(visits, step, number):
     """Return (block, whether some of its pairs are hidden) of a step; there are `number` blocks."""
     entry = tl.load(visits.entries + step)
-    return tl.maximum(tl.minimum(entry >> 1, number - 1), 0), entry % 2 != 0
+    return tl.maximum(tl.minimum(entry >> 1, number - 1), 0), (entry & 1) != 0
 
 
 @triton.jit
@@ -185,7 +185,8 @@ def blocks_kernel(
         hidden = tl.max(tl.max((exists & (seen == 0)).to(tl.int32), axis=0), axis=0)
         tl.store(used_ptr + each.to(tl.int64) * tokens + other, in_pair.to(tl.uint8), mask=other < tokens)
         visited = tl.max(in_pair, axis=0)
-        tl.store(entries_ptr + count, block * 2 + hidden, mask=visited != 0)
-        # The bound always holds; it is written out for the prover.
-        count = tl.minimum(count + visited, block + 1).to(tl.int32)
+        # The bounds always hold; they are written out for the prover.
+        place = tl.maximum(tl.minimum(count, block), 0)
+        tl.store(entries_ptr + place, block * 2 + hidden, mask=visited != 0)
+        count += visited
     tl.store(blocks.counts + at, count)
