@@ -263,7 +263,7 @@ class Denoiser:
         self.caches = [weft.KVCache(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(s.layers)]
         self.actions = like.new_zeros(batch, s.horizon, s.action, dtype=torch.float32)
         self.noisy = like.new_zeros(self.actions.shape)
-        self.counter = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self.counter, self.one = torch.tensor([[0], [1]], device=like.device).unbind()
         self.modulations = policy.modulations()
         self.step: Callable[..., Tensor] = self.eager_step
 
@@ -294,7 +294,7 @@ class Denoiser:
         self.noisy.copy_(self.actions)
         velocity = self.policy.velocity(self.noisy, modulations, Place(*at), self.caches)
         weft.axpby(self.actions, (-1.0 / self.sizes.steps, velocity), out=self.actions)
-        self.counter.add_(1)
+        self.counter.add_(self.one)
         return self.actions
 
 

@@ -154,6 +154,21 @@ def test_norms_and_gated_units_write_the_codes() -> None:
     assert float((layer(x) - before).float().norm() / before.float().norm()) < 0.05
 
 
+def test_a_transformers_model_is_served() -> None:
+    from .models import ids, of_transformers
+
+    model, tokens = of_transformers("llama").requires_grad_(False).bfloat16(), ids()
+    before = model(tokens).logits
+    scales = weft.calibrate(model, [{"input_ids": tokens}, {"input_ids": tokens.flip(1)}])
+    q, k, v = (scales.layers[f"model.layers.1.self_attn.{name}_proj"].amax for name in "qkv")
+    assert q == k == v
+    report = weft.nn.convert(model, "fp8_static", scales=scales)
+    assert report.left == {"lm_head": "the model's head"}
+    assert float((model(tokens).logits - before).float().norm() / before.float().norm()) < 0.06
+    weft.nn.convert(model, None)
+    assert torch.equal(model(tokens).logits, before)
+
+
 def _path(model: nn.Module, last: str) -> str:
     return next(name for name, _ in model.named_modules() if name.rpartition(".")[2] == last)
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,10 @@ def calibrate(
         raise TypeError(f"model must be a torch.nn.Module; got a {type(model).__name__}")
     if not 0.0 <= real("percentile", percentile) <= 100.0:
         raise ValueError(f"percentile must be from 0 to 100; got {percentile}")
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"out={os.fspath(out)!r} is in a directory that does not exist: create it first"
+        )
     check_unwrapped(model)
     observers = {name: _Observer(name, layer) for name, layer in static_layers(model, filter).items()}
     if not observers:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..ops import linear, quantize
 from ..quant import Format, QTensor, scale_from_amax
 from ..runtime import autocasted
-from .linear import Linear, in_numbers, numbers_for
+from .linear import Linear, Numbers, in_numbers
 from .scales import LayerScale, hash_of, title
 
 STATIC = "fp8_static"
@@ -70,7 +70,7 @@ class StaticLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check(input)
-        x = in_numbers(autocasted(input), numbers_for(self))
+        x = in_numbers(autocasted(input), Numbers(FORMAT, scale=self.x_scale))
         return linear(x, self.weight_codes, self.bias, recipe=_PRODUCT)
 
     def _check(self, x: Tensor) -> None:
