@@ -116,7 +116,7 @@ def _parted(terms: tuple[Term, ...]) -> tuple[list[Tensor], list[float | Tensor 
             raise no_tensor(_name(i), t, note)
         check_tensor(_name(i), t, FLOATS, tensors[0].device if tensors else t.device)
         tensors.append(t)
-        factors.append(factor if factor is None or is_tensor(factor) else real(_name(i), factor))
+        factors.append(factor if factor is None or isinstance(factor, Tensor) else real(_name(i), factor))
     return tensors, factors
 
 

@@ -189,8 +189,8 @@ def _bound(
     tile, warps = tile_config(len(names), target)
     steps = {f"{o.name}_step": last.strides[i] for i, o in enumerate(operands) if o.step == "any"}
     if not outer:
-        align = 16 if last.size % 16 == 0 else 1  # two variants, whatever the sizes
-        launch = Launch.of(kernel, num_warps=warps, TILE=tile, ALIGN=align)
+        flat_align = 16 if last.size % 16 == 0 else 1  # two variants, whatever the sizes
+        launch = Launch.of(kernel, num_warps=warps, TILE=tile, ALIGN=flat_align)
         return launch.bind((-(-last.size // tile), 1, 1), **dict(integers), count=last.size, **steps)
     cols = min(64 if dense else tile, _power_of_two(last.size))
     sizes, align = _outer_arguments(outer, operands)

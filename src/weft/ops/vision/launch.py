@@ -72,7 +72,8 @@ class PatchLaunch:
         b, h, w, c = image.shape
         down, across = h // patch[0], w // patch[1]
         self.image, self.scale, self.shift = image, scale, shift
-        self.patches = Patches(*image.stride(), down, across, *patch, c, merge)
+        stride_b, stride_y, stride_x, stride_c = image.stride()
+        self.patches = Patches(stride_b, stride_y, stride_x, stride_c, down, across, *patch, c, merge)
         self.rows, self.cols = b * down * across, patch[0] * patch[1] * c
         self.channels_first = channels_first
         self.run_align = contiguous_run(image, patch, channels_first)

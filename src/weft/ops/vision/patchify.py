@@ -241,8 +241,8 @@ def patchify(
         image,
         scale,
         shift,
-        whole("patch", height, 1),  # type: ignore[arg-type]
-        whole("patch", width, 1),  # type: ignore[arg-type]
+        whole("patch", height, 1),
+        whole("patch", width, 1),
         whole("merge", merge, 1),
         order == "cyx",
         options,
