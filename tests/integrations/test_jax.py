@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from weft.integrations.jax import QArray, dequantize, linear, matmul, quantize, wrap
+from weft.integrations.jax import QArray, _subnormals, dequantize, linear, matmul, quantize, wrap
 
 PAIRS = {  # formats of a [M, K] and b [N, K]
     "1x128": ("1x128", "128x128"),
@@ -133,6 +133,31 @@ def test_subnormals_are_not_flushed() -> None:
     assert torch.equal(torch.from_numpy(tiny) * 1, torch.from_numpy(tiny))
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_the_mode_of_a_thread_is_restored(flushed: bool) -> None:
+    tiny = np.float32(3e-40)
+    try:
+        torch.set_flush_denormal(flushed)
+        with _subnormals():
+            assert tiny * np.float32(2) != 0
+        assert (tiny * np.float32(2) == 0) == flushed
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_transposed_array_is_that_of_weft() -> None:
+    """Formats that rotate one copy rotate the other one of the transpose."""
+    x, spec = normal(0, 128, 256), "e2m1:nvfp4:te:hadamard-columnwise"
+    q = quantize(x, spec, columnwise=True).T
+    expected = weft.quantize(in_torch(x), spec, columnwise=True).T
+    names, (_, full) = expected.__tensor_flatten__()
+    assert (q.shape, q.spec, {*q.parts}) == ((256, 128), full, {*names})
+    assert q.spec != q.T.spec
+    for name in names:
+        assert_same(q.parts[name], getattr(expected, name))
+    assert_same(dequantize(q), expected.dequantize())
+
+
 def test_options_are_passed_on() -> None:
     a, b, bias = normal(0, 5, 256), normal(1, 64, 256), normal(2, 64)
     y = matmul(a, b.T, bias=bias, activation="silu", out_dtype=jnp.float32)
@@ -144,8 +169,8 @@ def test_options_are_passed_on() -> None:
     )
     assert matmul(a, b.T, quantize="row").spec == "e4m3:row:te"
     assert matmul(a, b.T, out_dtype=np.float32).dtype == matmul(a, b.T, out_dtype=np.dtype("float32")).dtype
-    one, also_one = matmul(a, b.T, alpha=2), matmul(a, b.T, alpha=2.0)
-    assert np.array_equal(one, also_one)
+    kinds = wrap(lambda x, option: x * {bool: 2, int: 3, float: 4}[type(option)])
+    assert [int(kinds(jnp.ones(1), option)[0]) for option in (True, 1, 1.0)] == [2, 3, 4]
     assert matmul(a[:0], b.T).shape == (0, 64)
 
 
@@ -482,6 +507,21 @@ def test_no_memory_is_lost() -> None:
     before = resident()
     repeat(250)
     assert resident() - before < 1000 * 32 << 10
+
+
+def test_operands_that_a_function_keeps() -> None:
+    x, kept = normal(0, 1024, 1024, dtype=jnp.float32), []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x[0] * 2
+
+    on_arrays = wrap(keep)
+    for i in range(3):
+        jax.block_until_ready(on_arrays(x + i))
+    assert kept[0].device.type == "meta"
+    for i in range(3):
+        assert torch.equal(kept[1 + i], in_torch(x + i))
 
 
 def test_large_arrays_in_parallel_branches() -> None:

@@ -105,11 +105,10 @@ def _tensor_over(view: Any) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(view.shape)
 
 
-def _array_over(tensor: Tensor, kind: Any) -> Any:
-    """Return a NumPy array over the memory of a tensor; of integers with 64 bits, one with as many as JAX has."""
+def _array_over(tensor: Tensor) -> Any:
+    """Return a NumPy array over the memory of a tensor."""
     view = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    typed = view.view(jnp.dtype(str(tensor.dtype).removeprefix("torch.")))
-    return typed.reshape(tensor.shape).astype(kind.dtype, copy=False)
+    return view.view(jnp.dtype(str(tensor.dtype).removeprefix("torch."))).reshape(tensor.shape)
 
 
 def _to_torch(tree: Any) -> Any:
@@ -168,7 +167,7 @@ def _subnormals() -> Iterator[None]:
 def _call_on_cpu(ctx: Any, *values: Any, body: Callable[..., list[Tensor]], results: Any) -> Any:
     def call(*views: Any) -> tuple[Any, ...]:
         with _subnormals():
-            return tuple(map(_array_over, body(*map(_tensor_over, views)), results))
+            return tuple(map(_array_over, body(*map(_tensor_over, views))))
 
     return mlir.emit_python_callback(
         ctx, call, None, values, ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
