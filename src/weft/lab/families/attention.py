@@ -59,6 +59,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "return_lse": True,
     },
     "packed-eight-bits": {"tokens": 60, "packed": True, "codes": "e4m3:row", "values": "e4m3"},
+    "int8": {"tokens": 100, "is_causal": True, "codes": "int8:row", "values": "int8", "return_lse": True},
+    "packed-int8": {"tokens": 90, "packed": True, "window": (40, 3), "codes": "int8:row", "values": "int8"},
+    "mxfp8": {"tokens": 100, "is_causal": True, "codes": "e4m3:mx", "return_lse": True},
     "both-copies": {"tokens": 40, "packed": True, "is_causal": True, "quantize": "mx", "columnwise": True},
 }
 
@@ -80,6 +83,9 @@ _FORWARD: dict[str, tuple[str, ...]] = {
 _EIGHT_BITS: dict[str, tuple[str, ...]] = {
     "eight-bits": ("llama3-8b/heads",),
     "packed-eight-bits": ("odd/heads",),
+    "int8": ("llama3-8b/heads",),
+    "packed-int8": ("odd/heads",),
+    "mxfp8": ("deepseek-v3/heads",),
 }
 _BACKWARD: dict[str, tuple[str, ...]] = {
     "causal": ("llama3-8b/heads",),
@@ -248,7 +254,7 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
                 *(("group", group), ("dim", dim), ("v_dim", v_dim)),
                 *((name, OPTIONS[options][name]) for name in ("tokens", "keys") if name in OPTIONS[options]),
             ),
-            fp8_dot="codes" in OPTIONS[options],
+            fp8_dot=OPTIONS[options].get("values") == "e4m3",
             rereads=_TILES,
             moves=2.7,
         )
@@ -463,6 +469,9 @@ class Buffers:
 
 # Rounding error of weights below e4m3's normal range, relative to the largest weight of the row.
 LEAST_WEIGHT = 2.0**-18
+# Of weights in int8: relative to the row's largest weight in a tile of keys, which divides a block of values.
+STEP = 0.5 / 127
+BLOCK = 64
 
 
 def _decoded(x: Tensor) -> Tensor:
@@ -470,14 +479,30 @@ def _decoded(x: Tensor) -> Tensor:
     return x.dequantize(torch.float64) if isinstance(x, QTensor) else x.detach().double()
 
 
-def _through_codes(value: Tensor) -> Tensor:
-    """Round values [keys, dim] to e4m3 codes, a scale for each column."""
+def _through_codes(value: Tensor, element: str) -> Tensor:
+    """Round values [keys, dim] to codes, with a scale for each column, in int8 for each column of a block."""
     from .. import oracle
 
-    result = oracle.quantize(
-        value.float(), block="row", element="e4m3", convention="te", power_of_two=False, transpose=True
+    blocks, in_int8 = value.split(BLOCK) if element == "int8" else (value,), element == "int8"
+    decoded = []
+    for block in blocks:
+        result = oracle.quantize(
+            block.float(), block="row", element=element, convention="torchao" if in_int8 else "te",
+            power_of_two=False, transpose=True,
+        )  # fmt: skip
+        data = result.data.view(torch.int8 if in_int8 else torch.float8_e4m3fn)
+        decoded.append((data.double() * result.scale.double().view(-1, 1)).T)
+    return torch.cat(decoded)
+
+
+def _weight_noise(p: Tensor, value: Tensor, element: str) -> Tensor:
+    """Return the error of results [queries, dim] that rounding small weights to an element may cause."""
+    if element != "int8":
+        return LEAST_WEIGHT * p.amax(1, keepdim=True) * value.abs().sum(0)
+    tiles = zip(p.split(BLOCK, 1), value.split(BLOCK), strict=True)
+    return sum(  # type: ignore[return-value]
+        STEP * weights.amax(1, keepdim=True) * rows.abs().sum(0) for weights, rows in tiles
     )
-    return (result.data.view(torch.float8_e4m3fn).double() * result.scale.double().view(-1, 1)).T
 
 
 def attention_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:
@@ -521,21 +546,21 @@ def _truth_of(args: dict[str, Any], gradients: dict[str, Tensor]) -> dict[str, N
         dbias = Buffers.zeros(batch, heads, tokens, k.shape[1])
     rounding = half_step(dtype) if dtype != torch.float32 else 0.0
     if args.get("values") is not None:
-        rounding = half_step(torch.float8_e4m3fn)
+        rounding = 0.0 if args["values"] == "int8" else half_step(torch.float8_e4m3fn)
     for at in _each_head(args, q, k):
         b, i, j, h, g = at.batch, at.queries, at.keys, at.head, at.key_head
         qh, kh, vh = q[b, i, h], k[b, j, g], v[b, j, g]
         eight_bits = args.get("values") is not None and len(vh) > 0
         if eight_bits:
             seen = sees(len(qh), len(kh), args, at).any(0)[:, None]
-            vh = _through_codes(torch.where(seen, vh, 0.0))
+            vh = _through_codes(torch.where(seen, vh, 0.0), args["values"])
         sink = -math.inf if sinks is None else float(sinks[h].detach())
         added = _added(at, len(qh), len(kh), args)
         w = weights_of(qh, kh, sink, sees(len(qh), len(kh), args, at), args, added)
         y.truth[b, i, h] = out = w.p @ vh
         y.noise[b, i, h] = noise = (w.error + rounding + sum_error(len(kh))) * (w.p @ vh.abs())
         if eight_bits:
-            y.noise[b, i, h] += LEAST_WEIGHT * w.p.amax(1, keepdim=True) * vh.abs().sum(0)
+            y.noise[b, i, h] += _weight_noise(w.p, vh, args["values"])
         lse.truth[b, h, i] = w.lse
         lse.noise[b, h, i] = w.error[:, 0] + 4 * EPS32 * torch.where(w.lse.isfinite(), w.lse.abs(), 0.0)
         if w.scores.numel():

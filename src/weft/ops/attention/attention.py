@@ -329,13 +329,14 @@ def attention(
       flow through it. `return_max`: also return the largest score of each head, fp32 [heads]. With either, the result
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3" quantizes query and key with one scale per token and head and multiplies them in eight
-      bits, for inference. Without sinks, softcap, `mask`, `prefix_lengths` and `kv_limits`, keys are smoothed first:
-      subtracting the mean of the keys that the sequence's queries see shifts all scores of a query alike. `return_max`
-      refers to the smoothed scores. Query and key that are `QTensor`s in "int8:row" or "e4m3:row", as
-      `qkv_prepare(quantize=)` makes them, are multiplied as they are unless a gradient is needed. Other `QTensor`s are
-      dequantized.
-    - `values`: "e4m3", with `scores`: also multiply weights and values in e4m3. Values get one scale per sequence, head
-      and element of the head, over the keys that the sequence's queries see.
+      bits, for inference; "mxfp8" is e4m3 with one scale per 32 elements of a head. Without sinks, softcap,
+      `mask`, `prefix_lengths` and `kv_limits`, keys are smoothed first: subtracting the mean of the keys that the sequence's
+      queries see shifts all scores of a query alike. `return_max` refers to the smoothed scores. Query and key that are
+      `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, or in "e4m3:mx" are multiplied as
+      they are unless a gradient is needed. Other `QTensor`s are dequantized.
+    - `values`: "e4m3" or "int8", with `scores`: also multiply weights and values in that element. Values get one scale
+      per sequence, head and element of the head in e4m3, and per 64 keys, head and element in int8, over the keys that
+      the sequence's queries see.
     - `quantize`, `columnwise`: out is a `QTensor` [batch, queries, heads * v_dim], ready for the output projection,
       with the bytes of `quantize(attention(...))`.
     - `engine`: which kernels run. "auto" is Weft's kernel, or the library that `weft doctor` names if it is installed

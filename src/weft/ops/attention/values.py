@@ -135,9 +135,8 @@ def value_block_kernel(
     step = _stride(value.at.token, ALIGN)
     from_ptr = first_token(value, sequence.batch, sequence.k_start, key_head, ALIGN) + lane[None, :]
     mask = _in_range(row, seen, seen_end, TILE.banded)[:, None] & exists[None, :]
-    x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0).to(
-        tl.float32
-    )  # [BLOCK, M]
+    x = tl.load(from_ptr + row.to(tl.int64)[:, None] * step, mask=mask, other=0.0)  # [BLOCK, M]
+    x = x.to(tl.float32)
     scale, factor = fp32_scale(amax(x, axis=0), FP32_MAX, FORMAT)
     encoded = encode(scaled(x, factor[None, :], FORMAT), FORMAT, CAST)
     token = sequence.batch * lengths.k + sequence.k_start
