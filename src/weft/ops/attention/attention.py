@@ -329,8 +329,8 @@ def attention(
       flow through it. `return_max`: also return the largest score of each head, fp32 [heads]. With either, the result
       is an `Attention(out, lse, max)`.
     - `scores`: "int8" or "e4m3" quantizes query and key with one scale per token and head and multiplies them in eight
-      bits, for inference; "mxfp8" is e4m3 with one scale per 32 elements of a head. Without sinks, softcap,
-      `mask`, `prefix_lengths` and `kv_limits`, keys are smoothed first: subtracting the mean of the keys that the sequence's
+      bits, for inference; "mxfp8" is e4m3 with one scale per 32 elements of a head. Without sinks, softcap, `mask`,
+      `prefix_lengths` and `kv_limits`, keys are smoothed first: subtracting the mean of the keys that the sequence's
       queries see shifts all scores of a query alike. `return_max` refers to the smoothed scores. Query and key that are
       `QTensor`s in "int8:row" or "e4m3:row", as `qkv_prepare(quantize=)` makes them, or in "e4m3:mx" are multiplied as
       they are unless a gradient is needed. Other `QTensor`s are dequantized.
