@@ -100,21 +100,18 @@ CODES_HOST = [
 
 
 TABLE_TEXT = [
-    ("steps before the first", "(step_value.to(tl.int64) >= 0) & ", ""),
-    ("steps after the last", " & (step_value.to(tl.int64) < table_size0)", ""),
+    ("steps before the first", "(step_value >= 0) & ", ""),
+    ("steps after the last", " & (step_value < table_size0)", ""),
     ("one step too many", "< table_size0", "<= table_size0"),
     ("columns after the last", " & (1 < table_size1)", ""),
-    ("the first row alone", "step_value.to(tl.int64) * tl.cast(table_stride0", "0 * tl.cast(table_stride0"),
+    ("the first row alone", "step_value * tl.cast(table_stride0", "0 * tl.cast(table_stride0"),
     ("the first column alone", "1 * tl.cast(table_stride1", "0 * tl.cast(table_stride1"),
     ("strides swapped", "tl.cast(table_stride0,", "tl.cast(table_stride1,"),
     ("zero outside of the table", "other=float('nan')", "other=0.0"),
-    ("32-bit steps", "step_value.to(tl.int64)", "step_value.to(tl.int32)"),
-    (
-        "a gradient without its table",
-        "(step_value.to(tl.int64) < table_size0)",
-        "(step_value.to(tl.int64) < 0)",
-    ),
-    ("gradients of the last row", "v0 = tl.load(step_ptr", "v0 = 1 + tl.load(step_ptr"),
+    ("32-bit steps", "step_value = tl.load(step_ptr)", "step_value = tl.load(step_ptr).to(tl.int32)"),
+    ("steps counted from 1", "step_value = tl.load(step_ptr)", "step_value = tl.load(step_ptr) - 1"),
+    ("a gradient without its table", "dout_value * v5", "dout_value"),
+    ("a gradient with what is outside of a row", "tl.where(inside, v10, 0.0)", "tl.where(inside, v10, 1.0)"),
 ]
 TABLE_HOST = [
     ("strides of 1", "stride) for i, stride in", "1) for i, stride in"),

@@ -271,7 +271,7 @@ def test_bytes_and_proofs_notice_mistakes(monkeypatch: pytest.MonkeyPatch) -> No
 
     _bytes(workload_of(weft.rowwise(share), 4096, 1024))
     with monkeypatch.context() as changed:
-        changed.setattr(launch, "row_config", lambda cols, target: launch.TileConfig(256, 4))
+        changed.setattr(launch, "row_config", lambda cols, operands, target: launch.TileConfig(256, 4))
         with pytest.raises(AssertionError, match="bytes are moved"):
             _bytes(workload_of(weft.rowwise(share), 4096, 1024))
     _proven(workload_of(weft.rowwise(share), 5, 33))

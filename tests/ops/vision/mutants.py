@@ -18,7 +18,7 @@ NORMALIZED, STRIDES = (
     f"{T}test_normalization_is_one_product_and_one_sum",
     f"{T}test_views_of_any_strides[nchw]",
 )
-GRADIENT, FAR = f"{T}test_gradients[nchw-cyx-dtype0]", f"{T}test_offsets_have_64_bits"
+GRADIENT, FAR = f"{T}test_gradients[nchw-cyx-torch.float32]", f"{T}test_offsets_have_64_bits"
 CODES, ROW = (f"{T}test_quantized_patches_are_those_of_the_fp32_result[{spec}]" for spec in ("tensor", "row"))
 CONVOLUTION = f"{T}test_convolution_weight_has_the_order_of_patches"
 RUNS, KERNEL, PIXELS = f"{LAUNCH}:contiguous_run", "patchify_kernel", "_pixels"
@@ -37,9 +37,10 @@ _PATCHIFY: list[tuple[Any, ...]] = [
     ("the first tile alone", KERNEL, "col = tile * TILE", "col = tile * 0", (LONG,)),
     ("the first patches alone", KERNEL, "row = block * ROWS", "row = block * 0", (NORMALIZED,)),
     ("cols up to a multiple of 16", KERNEL, "(cols // ALIGN) * ALIGN", "(cols // 16) * 16", (ODD,)),
-    ("without the scale", KERNEL, "x * tl.load(scale_ptr + channel", "x + 0 * tl.load(scale_ptr + channel", (NORMALIZED,)),
+    ("without the scale", KERNEL, "tl.zeros_like(x) + scale", "tl.zeros_like(x) + 1.0", (NORMALIZED,)),
     ("scales of columns, not of channels", KERNEL, "tl.load(scale_ptr + channel", "tl.load(scale_ptr + col % 3", (GRADIENT,)),
-    ("the shift before the scale", KERNEL, "x = x + tl.load(shift_ptr", "x = x - tl.load(shift_ptr", (NORMALIZED,)),
+    ("without the shift", KERNEL, "tl.zeros_like(x) + shift", "tl.zeros_like(x)", (NORMALIZED,)),
+    ("a gradient without the scale", KERNEL, "x = x * scale", "x = x * 1.0", (GRADIENT,)),
     ("rounded twice", KERNEL, "x.to(y_ptr.dtype", "x.to(tl.float16).to(y_ptr.dtype", (NORMALIZED,)),
     ("a gradient without its last patch", KERNEL, "x.to(image_ptr.dtype.element_ty), mask=mask", "x.to(image_ptr.dtype.element_ty), mask=mask & (row < rows - 1)[:, None]", (GRADIENT,)),
     ("codes of half of the elements", KERNEL, "store_quantized(x, mask", "store_quantized(0.5 * x, mask", (CODES, ROW)),

@@ -77,10 +77,15 @@ def patchify_kernel(
     x = (
         load_tile(image_ptr + off, mask) if dy_ptr is None else load_tile(dy_ptr + y_off, mask)
     )  # [ROWS, TILE]
+    # One fused product and sum: the same bits on every target, whatever its compiler fuses.
+    scale, shift = 1.0, 0.0
     if scale_ptr is not None:
-        x = x * tl.load(scale_ptr + channel, mask=col < cols, other=0.0)[None, :]
+        scale = tl.load(scale_ptr + channel, mask=col < cols, other=0.0)[None, :]
     if shift_ptr is not None:
-        x = x + tl.load(shift_ptr + channel, mask=col < cols, other=0.0)[None, :]
+        shift = tl.load(shift_ptr + channel, mask=col < cols, other=0.0)[None, :]
+        x = tl.fma(x, tl.zeros_like(x) + scale, tl.zeros_like(x) + shift)
+    elif scale_ptr is not None:
+        x = x * scale
     if dy_ptr is not None:
         tl.store(image_ptr + off, x.to(image_ptr.dtype.element_ty), mask=mask)
     elif FORMAT is None:

@@ -5,8 +5,8 @@
 
 Row n of a result is the patch (n // across, n % across), or with `merge` the n-th patch when blocks of merge x merge
 patches follow each other. Column k is the position (dy, dx, c) or (c, dy, dx) within the patch. Product and sum are
-fp32, and y is rounded once, to its dtype or to codes. (x * rescale - mean) / std, computed in fp32, can differ from
-this in its last bits. The gradient moves back, dx = round(dy * scale[c]); patches do not overlap.
+one fused operation in fp32, and y is rounded once, to its dtype or to codes. (x * rescale - mean) / std, computed in
+fp32, can differ from this in its last bits. The gradient moves back, dx = round(dy * scale[c]); patches do not overlap.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def _shape_of(a: PatchifyArgs) -> tuple[int, int, int]:
 
 def patchify_reference(a: PatchifyArgs) -> PatchifyOutputs:
     x = a.image.to(compute_dtype(a.image))
-    x = x if a.scale is None else x * a.scale
-    x = x if a.shift is None else x + a.shift
+    if a.scale is not None or a.shift is not None:
+        # In float64 the product is exact, as in the fused operation of the kernel.
+        wide = x.double() if a.scale is None else x.double() * a.scale
+        x = (wide if a.shift is None else wide + a.shift).to(x.dtype)
     shape = _shape_of(a)
     y = x.reshape(_grid(x.shape, a)).permute(_order(a)).reshape(shape[0] * shape[1], shape[2])
     return PatchifyOutputs(result_reference(a.result, y, shape, a.image))
