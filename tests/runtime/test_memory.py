@@ -76,8 +76,20 @@ def test_a_small_workspace_is_refused_with_the_bytes_needed() -> None:
     out = weft.quantize(X, "tensor")
     before = out.rowwise.data.clone()  # type: ignore[union-attr]
     with weft.workspace(torch.empty(8)), pytest.raises(ValueError, match="needs"):
-        weft.quantize(X * 2, "tensor", out=out)
+        weft.quantize(X + 2, "tensor", out=out)
     assert torch.equal(out.rowwise.data.view(torch.uint8), before.view(torch.uint8))  # type: ignore[union-attr]
+
+
+def test_copies_of_awkward_strides_are_scratch() -> None:
+    x = torch.randn(4, 6, 8, 32)[:, ::2].transpose(1, 2)[:, ::3]
+    spread = torch.randn(4, 64).t()
+    for y in (x, x.transpose(-1, -2), spread):
+        wanted, out = weft.quantize(y, "row"), torch.empty_like(weft.quantize(y, "row"))
+        needed = bytes_needed(lambda y=y, out=out: weft.quantize(y, "row", out=out))
+        assert needed >= y.numel() * 4
+        with weft.workspace(torch.empty(needed, dtype=torch.uint8)):
+            assert allocations_of(lambda y=y, out=out: weft.quantize(y, "row", out=out)) == []
+        assert torch.equal(out.dequantize(), wanted.dequantize())
 
 
 def test_blocks_nest() -> None:

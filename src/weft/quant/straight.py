@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import apply, is_distributed, is_observed, local_of, place_like, remembered
+from ..runtime import apply, is_distributed, is_observed, local_of, place_like, placeholder
 from .copies import PLAIN, Codes
 from .qtensor import QTensor, stand_in
 
@@ -72,11 +72,4 @@ def stand_in_for(x: QTensor) -> Tensor:
     """Return a tensor of x's shape and dtype that is never read and whose gradient flows to x."""
     if x.requires_grad:
         return apply(_StandIn, x)  # type: ignore[no-any-return]
-    return stand_in(x) if is_observed() else _element(x.dtype, x.device).expand(x.shape)
-
-
-@remembered
-def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the element of all stand-ins without a gradient, so that a call with QTensors need not allocate."""
-    with torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device)
+    return stand_in(x) if is_observed() else placeholder(x.shape, x.dtype, x.device)

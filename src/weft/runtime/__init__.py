@@ -18,7 +18,16 @@ from .launch import (
     recorded_by,
     recording,
 )
-from .memory import PLAIN, contiguous_copy, current_workspace, overlap, overlaps_itself, scratch, workspace
+from .memory import (
+    PLAIN,
+    contiguous_copy,
+    current_workspace,
+    overlap,
+    overlaps_itself,
+    placeholder,
+    scratch,
+    workspace,
+)
 from .ops import (
     LATER,
     Backward,
@@ -82,6 +91,7 @@ __all__ = [
     "overlap",
     "overlaps_itself",
     "place_like",
+    "placeholder",
     "plain_gradient",
     "recorded_by",
     "recording",

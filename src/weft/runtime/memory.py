@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .remembered import remembered
+
 R = TypeVar("R")
 
 PLAIN = frozenset({Tensor, Parameter})  # not other subclasses
@@ -53,6 +55,8 @@ class workspace:
     >>> x = torch.randn(64, 256)
     >>> with weft.workspace() as needed:
     ...     q = weft.quantize(x, "tensor")
+    >>> needed.nbytes > 0
+    True
     >>> buffer = torch.empty(needed.nbytes, dtype=torch.uint8)
     >>> with weft.workspace(buffer):
     ...     q = weft.quantize(x, "tensor", out=q)
@@ -148,22 +152,32 @@ def current_workspace() -> workspace | None:
     return _local.current
 
 
-def scratch(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None
-) -> Tensor:
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate uninitialized memory that a launch needs besides its outputs, from the caller's workspace if there is
-    one. It is valid until the kernels of the op have been launched. `stride`: contiguous by default."""
+    one. It is valid until the kernels of the op have been launched."""
     space = _local.launching
-    if stride is None:
-        return (
-            torch.empty(shape, dtype=dtype, device=device)
-            if space is None
-            else space.take(shape, dtype, device)
-        )
-    if space is None:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return space.take((max(length, 0),), dtype, device).as_strided(shape, stride)
+    return (
+        torch.empty(shape, dtype=dtype, device=device) if space is None else space.take(shape, dtype, device)
+    )
+
+
+def scratch_like(x: Tensor, device: torch.device) -> Tensor:
+    """Allocate scratch memory for an output that nobody reads. x is like it, and has no memory."""
+    if x.dim() and not any(x.stride()):  # the stand-in of a quantized result
+        return placeholder(x.shape, x.dtype, device)
+    return scratch(x.shape, x.dtype, device)
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that nobody reads or writes, without allocating."""
+    return _element(dtype, device).expand(shape)
+
+
+@remembered
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one element of all placeholders."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device)
 
 
 def contiguous_copy(x: Tensor) -> Tensor:

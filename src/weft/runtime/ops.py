@@ -30,7 +30,7 @@ from .backend import Backend, backend, chosen, serves
 from .catalogue import catalogue
 from .fields import Fields, Present
 from .launch import skipping_launches
-from .memory import PLAIN, WorkspaceFull, current_workspace, metadata, scratch, without_memory, workspace
+from .memory import PLAIN, WorkspaceFull, current_workspace, metadata, scratch_like, without_memory, workspace
 from .remembered import remembered
 from .sharding import Sharding, cut, is_distributed, refuse
 
@@ -328,7 +328,7 @@ class Op(Generic[A, O]):
         def outputs() -> O:
             return self.outputs.build(
                 *(
-                    scratch(e.shape, e.dtype, device, e.stride()) if t is None and e is not None else t
+                    scratch_like(e, device) if t is None and e is not None else t
                     for t, e in zip(filled, expected, strict=True)
                 )
             )

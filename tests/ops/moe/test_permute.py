@@ -882,3 +882,25 @@ def test_a_layer_equals_the_dense_one(on_combine: bool) -> None:
         assert wanted.count_nonzero()
     assert not runs[1][3][4].count_nonzero()
     assert EPS32 < 1e-6
+
+
+def test_out() -> None:
+    """Experts that a token did not choose get zeros, whatever the caller's memory holds."""
+    x, mask = torch.randn(6, 64), torch.rand(6, 4) > 0.5
+    rows, probs = weft.row_map(mask, slots=4), torch.rand(6, 4)
+    wanted = weft.permute(x, rows, probs)
+    out = [torch.full_like(t, torch.nan) for t in wanted]
+    y, carried = weft.permute(x, rows, probs, out=(out[0], out[1]))
+    assert (y is out[0], carried is out[1]) == (True, True)
+    assert torch.equal(y, wanted[0])
+    assert torch.equal(carried, wanted[1])
+    back = weft.unpermute(y, rows, carried=carried)
+    into = [torch.full_like(t, torch.nan) for t in back]
+    got = weft.unpermute(y, rows, carried=carried, out=(into[0], into[1]))
+    for result, each, expected in zip(got, into, back, strict=True):
+        assert result is each
+        assert torch.equal(result, expected)
+    with pytest.raises(ValueError, match="row_probs of out must have the shape"):
+        weft.permute(x, rows, probs, out=(out[0], torch.empty(3)))
+    with pytest.raises(ValueError, match="out must be a tuple of 2 results, y, row_probs; got 3"):
+        weft.permute(x, rows, probs, out=(*out, None))  # type: ignore[call-overload]

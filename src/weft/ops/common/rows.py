@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...runtime import Capabilities, choice, contiguous_copy
+from ...runtime import Capabilities, choice, contiguous_copy, current_workspace
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
@@ -77,11 +77,16 @@ def align_of(*sizes: int, least: int = 8) -> int:
 def flat_rows(x: Tensor) -> Tensor:
     """Return x as [M, K] with stride 1 along K, copied if necessary."""
     if x.dim() != 2:
-        try:
-            x = x.view(-1, x.shape[-1])
-        except RuntimeError:
-            return contiguous_copy(x).view(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1]) if current_workspace() is None else _joined(x)
     return x if x.shape[-1] <= 1 or x.stride(1) == 1 else contiguous_copy(x)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """Reshape x to [M, K]; a copy is in the workspace."""
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return contiguous_copy(x).view(-1, x.shape[-1])
 
 
 def contiguous(x: MaybeTensor) -> MaybeTensor:
