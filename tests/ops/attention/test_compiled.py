@@ -179,7 +179,8 @@ def test_no_kernel_overlaps_its_predecessor() -> None:
 
 def eight_bits(target: str, scores: Any, values: Any, dim: int) -> list[Variant]:
     """Return the variants that attention in eight bits launches on a target, without the quantize kernels."""
-    shapes = ((1, HEADS, TOKENS, dim), *((1, KEY_HEADS, TOKENS, dim),) * 2)
+    v_dim = 128 if dim == 192 else dim  # DeepSeek's heads
+    shapes = ((1, HEADS, TOKENS, dim), (1, KEY_HEADS, TOKENS, dim), (1, KEY_HEADS, TOKENS, v_dim))
     heads = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     with recording(target) as recorded, torch.no_grad():
         weft.attention(*heads, is_causal=True, scores=scores, values=values)

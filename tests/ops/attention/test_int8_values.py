@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from triton_loom.testing import guarded_allocations
 
 import weft
 from tests.ops.attention.own import attend
 from tests.ops.attention.test import heads, packed
+from tests.ops.attention.test_eight_bits import assert_alone_is_together, error
 from weft.lab.families.attention import sees
 from weft.language import tl, triton
 from weft.ops.attention.configs import VALUE_COLUMNS, Width
@@ -25,10 +24,6 @@ BLOCK = VALUE_COLUMNS["int8"]  # keys that share a scale
 TILE = 64  # keys of a tile on the CPU
 LOG2_127 = torch.tensor(127.0).log2().item()
 INT8: dict[str, Any] = {"scores": "int8", "values": "int8"}
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 # ---- the product of a tile ----------------------------------------------------------------------------------
@@ -171,34 +166,7 @@ def test_masks_and_widths(target: str, scores: Any) -> None:
 
 
 def test_sequences_have_the_bits_that_they_have_alone() -> None:
-    """Packed or not, whatever unused keys and the memory for codes hold."""
-    lengths = [0, 70, 33, 128]
-    inputs = heads(100, 130, batch=4, dtype=BF16, v_dim=80)
-    inputs["value"][1] *= 100
-    options: dict[str, Any] = INT8 | {"sinks": torch.zeros(4), "return_lse": True}
-    own = [
-        {name: x[i : i + 1, :, : None if name == "query" else length] for name, x in inputs.items()}
-        for i, length in enumerate(lengths)
-    ]
-    alone = [weft.attention(**each, **options) for each in own]
-    query, key, value = (
-        torch.cat([each[name][0].transpose(0, 1) for each in own]) for name in ("query", "key", "value")
-    )
-    inputs = {name: x.clone() for name, x in inputs.items()}
-    for i, length in enumerate(lengths):
-        inputs["key"][i, :, length:] = inputs["value"][i, :, length:] = float("nan")
-    used = torch.tensor(lengths)
-    starts = torch.arange(5) * 100
-    k_starts = torch.cat([torch.zeros(1).long(), used.cumsum(0)])
-    with guarded_allocations() as bands:
-        together = weft.attention(**inputs, kv_lengths=used, **options)
-        joined = weft.attention(query, key, value, cu_seqlens=starts, cu_seqlens_k=k_starts, **options)
-    for band in bands:
-        band.check()
-    for i, one in enumerate(alone):
-        assert torch.equal(one.out[0], together.out[i])
-        assert torch.equal(one.lse[0], together.lse[i])
-        assert torch.equal(one.out[0].transpose(0, 1), joined.out[100 * i : 100 * i + 100])
+    assert_alone_is_together([0, 70, 33, 128], **INT8)
 
 
 def test_tokens_outside_all_sequences() -> None:
@@ -237,28 +205,7 @@ def test_special_values() -> None:
         assert torch.equal(out.isnan(), wrong)
 
 
-# ---- accuracy and calls -------------------------------------------------------------------------------------
-
-
-def test_errors_beside_bf16() -> None:
-    """Cases: normal elements, keys with an offset, an outlier channel of keys and one of values. The bounds are those
-    of docs/attention.md."""
-    cases = ((0.0, 1.0, 1.0, 0.02), (5.0, 1.0, 1.0, 0.02), (0.0, 20.0, 1.0, 0.1), (0.0, 1.0, 100.0, 0.02))
-    for offset, key_outlier, value_outlier, limit in cases:
-        inputs = heads(200, dtype=BF16, dim=128)
-        inputs["key"][..., 3] *= key_outlier
-        inputs["key"] += offset
-        inputs["value"][..., 3] *= value_outlier
-        wanted = weft.attention(*(inputs[name].double() for name in ("query", "key", "value")))
-        plain = F.scaled_dot_product_attention(**inputs, enable_gqa=True)
-        result = weft.attention(**inputs, **INT8)
-        others = torch.arange(128) != 3
-        errors = [error(x[..., others], wanted[..., others]) for x in (plain, result)]
-        assert errors[0] < errors[1] < limit, (offset, key_outlier, value_outlier)
-        assert (
-            errors[1] < 0.5 * error(weft.attention(**inputs, scores="e4m3", values="e4m3"), wanted)
-            or key_outlier > 1
-        )
+# ---- calls -------------------------------------------------------------------------------------------------
 
 
 def test_the_same_bits_in_every_run_and_compiled() -> None:

@@ -499,10 +499,10 @@ def _weight_noise(p: Tensor, value: Tensor, element: str) -> Tensor:
     """Return the error of results [queries, dim] that rounding small weights to an element may cause."""
     if element != "int8":
         return LEAST_WEIGHT * p.amax(1, keepdim=True) * value.abs().sum(0)
-    tiles = zip(p.split(BLOCK, 1), value.split(BLOCK), strict=True)
-    return sum(  # type: ignore[return-value]
-        STEP * weights.amax(1, keepdim=True) * rows.abs().sum(0) for weights, rows in tiles
-    )
+    noise = torch.zeros(len(p), value.shape[1], dtype=p.dtype)
+    for weights, rows in zip(p.split(BLOCK, 1), value.split(BLOCK), strict=True):
+        noise += STEP * weights.amax(1, keepdim=True) * rows.abs().sum(0)
+    return noise
 
 
 def attention_truth(call: Call, gradients: dict[str, Tensor]) -> dict[str, Near | Tensor]:

@@ -55,9 +55,7 @@ class AttentionArgs(NamedTuple):
     value: Tensor
     query_codes: Codes  # replaces query; present for both query and key or neither, see `coded_heads`
     key_codes: Codes
-    values: (
-        str | None
-    )  # ValueElement: multiply weights and values in it, which requires codes of query and key
+    values: str | None  # "e4m3" or "int8": multiply weights and values in it; requires codes of query and key
     sinks: Tensor | None  # [heads]
     packed: Packed
     mask: Mask

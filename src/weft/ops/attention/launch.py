@@ -22,7 +22,6 @@ from .arguments import (
     AttentionGradients,
     AttentionOutputs,
     Mask,
-    ValueElement,
     coded_heads,
     value_format,
 )
@@ -57,7 +56,7 @@ class Forms(NamedTuple):
     dtype: torch.dtype
     query_scale: Sizes | None = None  # strides
     key_scale: Sizes | None = None
-    values: ValueElement | None = None  # element in which values are multiplied
+    values: str | None = None  # element in which values are multiplied
     grouped: bool = False  # each scale of query and key covers GROUP elements
     terms: TermForms = TermForms()
 
