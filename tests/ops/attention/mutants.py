@@ -229,7 +229,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("pairs of the first query", f"{MASKS}:_address", "query.to(tl.int64) * tl.multiple_of", "query.to(tl.int64) * 0 * tl.multiple_of", (BIAS,)),
         ("any stride of keys taken for 1", f"{TERMS}:pair_form", "strides[3] != 1", "strides[3] == 0", (f"{P}test_masks_and_biases_that_broadcast[of-sequences]", STRIDED)),
         ("strides that broadcast taken for 1", f"{TERMS}:pair_form", "PairForm(0, 1)", "PairForm(1, 1)", (OF_QUERIES,)),
-        ("alignment of the sizes alone", f"{TERMS}:pair_form", "align_of(keys, *strides[:3], least=16 // itemsize)", "align_of(keys // 16 * 16, *strides[:3], least=16 // itemsize)", (OF_KEYS, f"{P}test_biases[129-37-full]", f"{P}test_masks[1-70-full]")),
+        ("alignment of the sizes alone", f"{TERMS}:pair_form", "align_of(keys, *strides[:3], least=16 // itemsize)", "align_of(keys // 16 * 16, *strides[:3], least=16 // itemsize)", (f"{P}test_masks_and_biases_that_broadcast[of-keys-alone]",)),
         ("lists of the first sequence", f"{MASKS}:visits_of", "batch.to(tl.int64) * blocks.per_batch * lists", "batch.to(tl.int64) * 0 * blocks.per_batch * lists", (PAIRS,)),
         ("lists of the first head", f"{MASKS}:visits_of", "head * blocks.per_head) * tiles", "head * 0 * blocks.per_head) * tiles", (PAIRS,)),
         ("lists of the first tile", f"{MASKS}:visits_of", "* tiles + tile", "* tiles + tile * 0", (PAIRS,)),

@@ -169,11 +169,12 @@ class Bound(NamedTuple):
 
 
 def _config(kernel: str, forms: Forms, target: Capabilities) -> AttentionConfig:
-    """Return the tile of a kernel. With a bias or slopes, a step of its loop takes half a block: they take registers,
-    and a bias also takes shared memory where loads are pipelined."""
+    """Return the tile of a kernel. With a bias, a step of its loop takes half a block, because a bias takes registers,
+    and shared memory where loads are pipelined. Slopes take registers, too, which only AMD has left."""
     name = forms.forward_kernel if kernel == "forward" else kernel
     config = attention_config(name, forms.shape[-1], forms.v_dim, forms.dtype.itemsize, target)
-    if kernel == "value" or (forms.terms.bias is None and not forms.terms.sloped):
+    sloped = forms.terms.sloped and target.backend != "hip"
+    if kernel == "value" or (forms.terms.bias is None and not sloped):
         return config
     if kernel == "key":
         return config._replace(m=max(config.m // 2, 16))
@@ -423,7 +424,7 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
     counts = forms.counts
     dy = _at(up.dy, memory_layout(forms.layout))
     strides_by_name = {"dquery": up.query} if kernel == "query" else {"dkey": up.key, "dvalue": up.value}
-    into: dict[str, Sizes] = {
+    into = {
         name: _at(strides, forms.layout) for name, strides in strides_by_name.items() if strides is not None
     }
     inputs = forms.inputs()
@@ -433,11 +434,10 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
     else:
         tiles, kernel_function = forms.tiles(counts.k, tile.n) * counts.key_heads, key_gradient_kernel
     query, key, value = inputs
+    dbias: dict[str, Sizes] = {} if kernel == "key" else {"dbias": (0, 0, 0)}
     if up.bias is not None:
-        into["dbias"] = up.bias[:3]
+        dbias = {"dbias": up.bias[:3]}
         tile = replace(tile, dbias=pair_form(up.bias, counts.k, up.bias_itemsize))
-    elif kernel == "query":
-        into["dbias"] = (0, 0, 0)
     return Launch.of(kernel_function, TILE=tile, **options).bind(
         (tiles * counts.batch, 1, 1),
         query=query,
@@ -449,6 +449,7 @@ def _gradient(kernel: str, forms: Forms, up: Upstream, target: Capabilities) -> 
         band=counts.band(forms.mask),
         terms=_term_integers(kernel, forms, target),
         **into,
+        **dbias,
     )
 
 
