@@ -86,6 +86,19 @@ def test_views_of_any_strides(layout: str) -> None:
         assert torch.equal(got, plain)
 
 
+def test_gradients_are_checked_at_the_ops_own_boundary() -> None:
+    from weft.ops.vision.patchify import PatchifyBackwardArgs, patchify_backward_op
+
+    a = PatchifyBackwardArgs(torch.randn(1, 4, 12), None, [1, 4, 4, 3], torch.float32, False, 2, 2, 1, False)
+    assert patchify_backward_op(a).image.shape == (1, 4, 4, 3)
+    for wrong, message in (
+        (a._replace(dy=torch.randn(1, 3, 12)), "for each pixel"),
+        (a._replace(height=3), "of 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            patchify_backward_op(wrong)
+
+
 def test_runs_end_where_strides_do() -> None:
     """What a launch promises of contiguous runs, for each layout, holds under the sanitizer of an H100's launches."""
     wide = torch.randn(2, 8, 40, 32)
