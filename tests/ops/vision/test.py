@@ -86,6 +86,19 @@ def test_views_of_any_strides(layout: str) -> None:
         assert torch.equal(got, plain)
 
 
+def test_gradients_are_checked_at_the_ops_own_boundary() -> None:
+    from weft.ops.vision.patchify import PatchifyBackwardArgs, patchify_backward_op
+
+    a = PatchifyBackwardArgs(torch.randn(1, 4, 12), None, [1, 4, 4, 3], torch.float32, False, 2, 2, 1, False)
+    assert patchify_backward_op(a).image.shape == (1, 4, 4, 3)
+    for wrong, message in (
+        (a._replace(dy=torch.randn(1, 3, 12)), "for each pixel"),
+        (a._replace(height=3), "of 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            patchify_backward_op(wrong)
+
+
 def test_runs_end_where_strides_do() -> None:
     """What a launch promises of contiguous runs, for each layout, holds under the sanitizer of an H100's launches."""
     wide = torch.randn(2, 8, 40, 32)
@@ -234,12 +247,14 @@ def test_factors_are_checked_at_the_ops_own_boundary() -> None:
 
 
 def test_offsets_have_64_bits() -> None:
-    """Rows, columns and images that are further apart than 2^31 elements, in memory of which little is touched."""
-    memory = torch.empty(3 << 31, dtype=torch.uint8)
-    for strides in ((1 << 32, 2, 1, 1), (2, 1 << 32, 1, 1), (2, 1, 1 << 32, 1)):
-        x = memory.as_strided((2, 2, 2, 1), strides)
-        x.copy_(torch.arange(8).view(2, 2, 2, 1))
-        assert torch.equal(weft.patchify(x, 2, rescale=1.0), torch.arange(8).view(2, 1, 4).bfloat16())
+    """Images, rows and columns so far apart that offsets need more than 32 bits, though the strides fit into 32. The
+    memory between them is never touched."""
+    far, values = 2**30 - 64, torch.arange(64).view(4, 4, 4, 1)
+    storage = torch.UntypedStorage(4 * far)
+    for strides in ((far, 4, 1, 1), (4, far, 1, 1), (4, 1, far, 1)):
+        x = torch.tensor([], dtype=torch.uint8).set_(storage, 0, (4, 4, 4, 1), strides)
+        x.copy_(values)
+        assert torch.equal(weft.patchify(x, 4, rescale=1.0), values.view(4, 1, 16).bfloat16())
 
 
 @pytest.mark.parametrize(

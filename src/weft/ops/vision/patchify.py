@@ -69,6 +69,16 @@ def _order(a: PatchifyArgs | PatchifyBackwardArgs) -> tuple[int, ...]:
     return (0, 1, 4, 2, 5, 7, 3, 6) if a.channels_first else (0, 1, 4, 2, 5, 3, 6, 7)
 
 
+def _check_grid(shape: Sequence[int], a: PatchifyArgs | PatchifyBackwardArgs) -> None:
+    """Raise an error unless patches, and blocks of them, divide the image."""
+    for name, size, patch in (("height", shape[1], a.height), ("width", shape[2], a.width)):
+        if min(patch, a.merge) < 1 or size % (patch * a.merge):
+            blocks = f" in blocks of {a.merge}" if a.merge != 1 else ""
+            raise ValueError(
+                f"the {name} {size} of the image is not a multiple of patches of {patch}{blocks}: pad or crop it"
+            )
+
+
 def _shape_of(a: PatchifyArgs) -> tuple[int, int, int]:
     b, h, w, c = a.image.shape
     return b, (h // a.height) * (w // a.width), a.height * a.width * c
@@ -104,6 +114,14 @@ def _empty_gradient(a: PatchifyBackwardArgs) -> Tensor:
 class PatchifyBackwardOp(Op[PatchifyBackwardArgs, PatchifyGradient], name="patchify_backward", variants=48):
     reference = staticmethod(patchify_backward_reference)
 
+    def validate(self, a: PatchifyBackwardArgs) -> None:
+        _check_grid(a.shape, a)
+        b, h, w, c = a.shape
+        if a.dy.numel() != b * h * w * c:
+            raise ValueError(
+                f"dy {tuple(a.dy.shape)} must have an element for each pixel of {tuple(a.shape)}"
+            )
+
     def allocate(self, a: PatchifyBackwardArgs) -> PatchifyGradient:
         return PatchifyGradient(_empty_gradient(a))
 
@@ -118,13 +136,8 @@ class PatchifyOp(Op[PatchifyArgs, PatchifyOutputs], name="patchify", variants=48
     reference = staticmethod(patchify_reference)
 
     def validate(self, a: PatchifyArgs) -> None:
-        _, h, w, c = a.image.shape
-        for name, size, patch in (("height", h, a.height), ("width", w, a.width)):
-            if min(patch, a.merge) < 1 or size % (patch * a.merge):
-                blocks = f" in blocks of {a.merge}" if a.merge != 1 else ""
-                raise ValueError(
-                    f"the {name} {size} of the image is not a multiple of patches of {patch}{blocks}: pad or crop it"
-                )
+        _check_grid(a.image.shape, a)
+        c = a.image.shape[3]
         for name, t in (("scale", a.scale), ("shift", a.shift)):
             if t is not None and (t.shape != (c,) or t.dtype is not torch.float32 or not t.is_contiguous()):
                 raise ValueError(f"{name} must be contiguous fp32 [{c}]; got {t.dtype} {tuple(t.shape)}")
