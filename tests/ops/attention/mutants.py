@@ -56,10 +56,9 @@ PAIRS, PAIRS_LOWER, PAIRS_WINDOW = (
 OF_PAIRS, OF_HEADS, OF_KEYS, OF_QUERIES = (
     f"{P}test_masks_and_biases_that_broadcast[of-{what}]" for what in ("pairs", "heads", "keys", "queries")
 )
-BIAS, SLOPES, STRIDED = (
+BIAS, SLOPES = (
     f"{P}test_biases[37-129-full]",
     f"{P}test_alibi[full-2]",
-    f"{P}test_strides_of_masks_and_biases",
 )
 NAN_PAIRS = f"{P}test_keys_and_queries_outside_all_pairs_may_hold_anything"
 VAIN_MASK, VAIN_MASK_CAUSAL = (
@@ -227,7 +226,6 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("pairs of the first sequence", f"{MASKS}:_address", "batch.to(tl.int64) * pairs.batch", "batch.to(tl.int64) * 0 * pairs.batch", (BIAS,)),
         ("pairs of the first head", f"{MASKS}:_address", "head.to(tl.int64) * pairs.head", "head.to(tl.int64) * 0 * pairs.head", (BIAS,)),
         ("pairs of the first query", f"{MASKS}:_address", "query.to(tl.int64) * tl.multiple_of", "query.to(tl.int64) * 0 * tl.multiple_of", (BIAS,)),
-        ("any stride of keys taken for 1", f"{TERMS}:pair_form", "strides[3] != 1", "strides[3] == 0", (f"{P}test_masks_and_biases_that_broadcast[of-sequences]", STRIDED)),
         ("strides that broadcast taken for 1", f"{TERMS}:pair_form", "PairForm(0, 1)", "PairForm(1, 1)", (OF_QUERIES,)),
         ("alignment of the sizes alone", f"{TERMS}:pair_form", "align_of(keys, *strides[:3], least=16 // itemsize)", "align_of(keys // 16 * 16, *strides[:3], least=16 // itemsize)", (f"{P}test_masks_and_biases_that_broadcast[of-keys-alone]",)),
         ("lists of the first sequence", f"{MASKS}:visits_of", "batch.to(tl.int64) * blocks.per_batch * lists", "batch.to(tl.int64) * 0 * blocks.per_batch * lists", (PAIRS,)),

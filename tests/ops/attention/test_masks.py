@@ -20,7 +20,9 @@ from tests.ops.attention.test import CAUSAL, LOWER, UPPER, heads, judge, packed
 from weft.lab.calls import assert_same, run
 from weft.lab.families import Call
 from weft.lab.families.attention import Head, attention_backward, sees
-from weft.ops.attention.arguments import Mask
+from weft.ops.attention.arguments import AttentionArgs, Mask, Packed
+from weft.ops.common.results import plain_result
+from weft.quant import PLAIN
 from weft.runtime import choosing_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -355,6 +357,22 @@ def test_compiled() -> None:
     traced = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for one, other in zip(torch.autograd.grad(traced(*leaves, mask), leaves), wanted, strict=True):
         assert torch.equal(words(one), words(other))
+
+
+def test_opcheck() -> None:
+    inputs = {name: x.requires_grad_() for name, x in heads(20, 30, dim=16).items()}
+    terms = {
+        "bias": random(1, 4, 20, 30).requires_grad_(),
+        "alibi": torch.rand(4, 2),
+        "seen": blocky(1, 1, 20, 30),
+    }
+    args = AttentionArgs(
+        **inputs, query_codes=PLAIN, key_codes=PLAIN, values=None, sinks=None, packed=Packed(None, None, None),
+        mask=Mask(None, None, True), scale=0.25, softcap=0.0, layout="bhsd", return_max=False, engine="weft",
+        result=plain_result(FP32), **terms,
+    )  # fmt: skip
+    op = weft.catalogue["attention"]
+    torch.library.opcheck(op.overload, op.arguments.flatten(args))
 
 
 def test_block_masks_are_compiled() -> None:
