@@ -375,6 +375,16 @@ def test_opcheck() -> None:
     torch.library.opcheck(op.overload, op.arguments.flatten(args))
 
 
+def test_captured() -> None:
+    def step(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor) -> Any:
+        return attend(query, key, key, mask=mask, bias=bias)
+
+    query, key, _ = heads(50, batch=2, dim=32).values()
+    mask, bias = blocky(50, 50), random(4, 50, 50)
+    captured = weft.capture(step, query, key, mask, bias)
+    assert torch.equal(captured(query, key, ~mask, 2 * bias), step(query, key, ~mask, 2 * bias))
+
+
 def test_block_masks_are_compiled() -> None:
     inputs = heads(64, dim=32)
     mask = create_block_mask(every_third, 1, 4, 64, 64, device="cpu", BLOCK_SIZE=32)
