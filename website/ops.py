@@ -114,11 +114,16 @@ def _plain(annotation: Any) -> str:
     return re.sub(r"\b(?:torch|typing|collections\.abc|weft(?:\.\w+)*)\.", "", text)
 
 
+def named(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, without the stars that collect unsupported keywords for an error."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each for each in parameters if each.kind is not each.VAR_KEYWORD]
+
+
 def signature(name: str, function: Callable[..., Any]) -> str:
     """One argument a line, with defaults."""
-    found = inspect.signature(function)
     lines, starred = [], False
-    for parameter in found.parameters.values():
+    for parameter in named(function):
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             lines.append("    *,")
             starred = True
@@ -126,7 +131,7 @@ def signature(name: str, function: Callable[..., Any]) -> str:
         if parameter.default is not parameter.empty:
             shown += f" = {parameter.default!r}" if shown else f"={parameter.default!r}"
         lines.append(f"    {parameter.name}{shown},")
-    result = found.return_annotation
+    result = inspect.signature(function).return_annotation
     return "\n".join([f"weft.{name}(", *lines, f") -> {result}" if isinstance(result, str) else ")"])
 
 
@@ -195,19 +200,19 @@ def introduction(text: str, function: Callable[..., Any]) -> str:
 def arguments(function: Callable[..., Any]) -> str:
     """Return the table of arguments: type, default and meaning of each."""
     lines = ["| argument | type | default | |", "|---|---|---|---|"]
-    parameters = inspect.signature(function).parameters.values()
+    parameters = named(function)
     described = inherited(function) | meanings(function)
     for parameter in parameters:
         default = "" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
         kind = _choices(_type_name(parameter.annotation, function))
         meaning = _cell(described.get(parameter.name, ""))
         lines.append(f"| `{parameter.name}` | {kind} | {default} | {meaning} |")
-    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    if named:
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if by_name:
         since = (
             "All arguments are keyword-only."
-            if len(named) == len(parameters)
-            else f"`{named[0]}` and later arguments are keyword-only."
+            if len(by_name) == len(parameters)
+            else f"`{by_name[0]}` and later arguments are keyword-only."
         )
         lines += ["", since]
     result = inspect.signature(function).return_annotation

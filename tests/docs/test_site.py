@@ -52,7 +52,7 @@ def test_page_has_every_part(name: str) -> None:
     for example in doctest.DocTestParser().get_examples(inspect.getdoc(function) or ""):
         assert example.source.splitlines()[0] in parts["Example"]
     # Every argument has a line with its default and its meaning.
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in ops.named(function):
         (line,) = re.findall(rf"^\| `{parameter.name}` \|.*$", parts["Arguments"], re.MULTILINE)
         assert line.count("|") == 5, line
         assert line.split("|")[4].strip(), f"the docstring does not say what {parameter.name} means"
