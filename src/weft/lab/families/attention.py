@@ -250,7 +250,7 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
             ),
             fp8_dot="codes" in OPTIONS[options],
             rereads=_TILES,
-            moves=2.7,
+            moves=3.0 if options == "bias" else 2.7,  # gradients of scores are written before they are summed
         )
         for options, names in used.items()
         for name in names
