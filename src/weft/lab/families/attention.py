@@ -256,7 +256,7 @@ def _workloads(op: str, used: dict[str, tuple[str, ...]], build: Any, *tags: str
             ),
             fp8_dot=OPTIONS[options].get("values") == "e4m3",
             rereads=_TILES,
-            moves=2.7,
+            moves=3.0 if options == "bias" else 2.7,  # gradients of scores are written before they are summed
         )
         for options, names in used.items()
         for name in names
