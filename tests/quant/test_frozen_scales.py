@@ -21,6 +21,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         x, residual=x, quantize="tensor", quant_scale=scale, **copies
     )[0],
     "glu": lambda x, scale, **copies: weft.glu(x, quantize="tensor", quant_scale=scale, **copies),
+    "patchify": lambda x, scale, **copies: patches(x, quantize="tensor", quant_scale=scale, **copies),
     "gated_norm": lambda x, scale, **copies: weft.gated_norm(
         x, x, quantize="tensor", quant_scale=scale, **copies
     ),
@@ -37,6 +38,11 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **kwargs or {})
+
+
+def patches(x: Tensor, **options: Any) -> Any:
+    """Cut each head into one patch."""
+    return weft.patchify(x.view(-1, 4, 8, 3), (4, 8), **options)
 
 
 def heads(rows: int) -> Tensor:
@@ -70,6 +76,13 @@ def test_a_frozen_scale_costs_no_launch(name: str) -> None:
         CALLS[name](heads(40), torch.tensor(0.02))
     assert len(launches) == 1
     assert not [name for name in operations.names if "copy" in name]
+
+
+def test_codes_of_patches_are_those_of_quantize() -> None:
+    x, scale = heads(40), torch.tensor(0.02)
+    wanted = weft.quantize(patches(x), "tensor", scale=scale)
+    actual = CALLS["patchify"](x, scale)
+    assert torch.equal(actual.rowwise.data.view(torch.uint8), wanted.rowwise.data.view(torch.uint8))
 
 
 def test_a_scale_that_changes_later_leaves_the_codes_alone() -> None:

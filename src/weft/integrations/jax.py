@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import ops
 from ..quant import QTensor
 from ..quant.formats import transposed_spec
+from ..runtime import remembered
 from .common import needs
 
 try:
@@ -37,7 +38,6 @@ try:
 except ImportError as error:
     raise needs("jax", ">=0.10.2,<0.11", error) from error
 
-_REMEMBERED = 1024  # calls with different options, and each one's different shapes
 _OPERAND = object()  # the place of an operand among the options
 _SUBNORMAL = 5e-324
 
@@ -212,7 +212,7 @@ class _Bound:
     def __init__(self, function: Callable[..., Any], tree: Any, *options: Any) -> None:
         self.function, self.tree, self.options = function, tree, options
         for method in (self._results, self._forward, self._backward):
-            setattr(self, method.__name__, functools.lru_cache(_REMEMBERED)(method))
+            setattr(self, method.__name__, functools.cache(method))
         self.differentiable = jax.custom_vjp(self.apply)
         self.differentiable.defvjp(self.apply_and_save, self.gradients, symbolic_zeros=True)
 
@@ -319,7 +319,7 @@ def _in_place(x: Any, gradient: Any) -> Any:
     return replace(x, parts=dict.fromkeys(x.parts), gradient=gradient) if isinstance(x, QArray) else gradient
 
 
-_bound = functools.lru_cache(_REMEMBERED, typed=True)(_Bound)
+_bound = remembered(_Bound, typed=True)
 
 
 def wrap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -181,9 +181,9 @@ def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def contiguous_copy(x: Tensor) -> Tensor:
-    """Return a contiguous copy of x; a launch takes its memory from `scratch`."""
+    """Copy x, whether it is contiguous or not; a launch takes the memory from `scratch`."""
     if torch.compiler.is_compiling() or _local.launching is None:
-        return x.contiguous()
+        return x.clone(memory_format=torch.contiguous_format)
     return scratch(x.shape, x.dtype, x.device).copy_(x)
 
 

@@ -327,7 +327,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("gradient of slopes with the wrong sign", "query_gradient_kernel", "dafter -= tl.sum(", "dafter += tl.sum(", (SLOPES,)),
         ("gradients of slopes of all heads in one place", "query_gradient_kernel", "* heads.q + head) * 2", "* heads.q) * 2", (SLOPES,)),
         ("gradients of all sequences in one place", "query_gradient_kernel", "store_pairs(dterm, dbias, sequence.batch, head", "store_pairs(dterm, dbias, sequence.batch * 0, head", (BIAS,)),
-        ("gradients of skipped pairs not zeroed", f"{TERMS}:score_gradients", "dbias if all_visited else dbias.zero_()", "dbias", (f"{P}test_biases[37-129-window]", f"{P}test_biases[150-150-lower]")),
+        ("gradients of skipped pairs not zeroed", f"{TERMS}:score_gradients", "pairs if all_visited else pairs.zero_()", "pairs", (f"{P}test_biases[37-129-window]", f"{P}test_biases[150-150-lower]")),
         ("gradients summed over one dimension", f"{TERMS}:sum_pairs", "last = dim == summed[-1]", "last = dim == summed[0]", (OF_KEYS,)),
         ("not scaled", "query_gradient_kernel", "or_nan(scores.scale, sequence, lengths)", "or_nan(1.0, sequence, lengths)", (CAUSAL,)),
         ("a sequence out of range looks right", "query_gradient_kernel", "or_nan(scores.scale, sequence, lengths)", "scores.scale", ANY_STARTS),

@@ -226,7 +226,7 @@ def test_mistakes_are_named() -> None:
         weft.attention(**inputs, values="int8")
     with pytest.raises(ValueError, match="values must be 'e4m3', 'int8' or None"):
         weft.attention(**inputs, scores="int8", values="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kv_limits and prefix_lengths"):
+    with pytest.raises(ValueError, match="kv_limits= and prefix_lengths="):
         weft.attention(**inputs, **INT8, kv_limits=torch.full((1, 20), 5))
     inputs["value"].requires_grad_()
     with pytest.raises(ValueError, match="for inference"):

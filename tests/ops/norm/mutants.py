@@ -234,7 +234,7 @@ _SUM: list[tuple[Any, ...]] = [
     ("only the first sample", "sum_partials", "(-(-cols // width) * (rows // count), 1, 1)", "(-(-cols // width), 1, 1)", (BY_SAMPLE,)),
     ("weight gradient of only the first sample", f"{LAUNCH}:launch_norm_backward", "sum_partials(partials, grad, count // (grad.numel() // cols))", "sum_partials(partials[: count // 2] if grad is o.weight else partials, grad, count // 2 if grad is o.weight else count // (grad.numel() // cols))", (SAMPLES,)),
     ("summed in the weight's dtype", "_sum_kernel", "total += tl.sum(", "total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.sum(", (LAYER,)),
-    ("partial sums in bf16", f"{LAUNCH}:launch_norm_backward", "dtype=torch.float32", "dtype=torch.bfloat16", (LAYER,)),
+    ("partial sums in bf16", f"{LAUNCH}:launch_norm_backward", "scratch((count, cols), torch.float32,", "scratch((count, cols), torch.bfloat16,", (LAYER,)),
     ("last column skipped", "_sum_kernel", "exists = col < cols", "exists = col < cols - 1", (PLAIN_ODD,)),
     ("columns past a multiple of 16 skipped", "_sum_kernel", "cols = (cols // ALIGN) * ALIGN", "cols = (cols // 16) * 16", (PLAIN_LOOP,)),
     ("sums truncated, not rounded", "_sum_kernel", "total.to(", DOWN_TO_BF16.format("total") + ".to(", (PLAIN_ODD,)),

@@ -42,7 +42,7 @@ LINES: dict[str, list[tuple[Any, ...]]] = {
         ("columns counted from the shard", K, "best = tl.where(best < 0, best, best + start_col)", "best = tl.where(best < 0, best, best)", (SHARDS, STATISTICS)),
         ("total stored as the score", K, "stats_stride, drawn.score, mask=live)", "stats_stride, total, mask=live)", (TOKENS,)),
         ("one seed taken for a row of seeds", f"{LAUNCH}:Choice.noise_strides", "t.numel() == 1 else 1", "t.numel() == 0 else 1", (LAYOUTS,)),
-        ("hidden states at odd strides kept", f"{LAUNCH}:Operands.__init__", "self.hidden = self.hidden.clone(memory_format=torch.contiguous_format)", "self.hidden = self.hidden", (STRIDE,)),
+        ("hidden states at odd strides kept", f"{LAUNCH}:Operands.__init__", "self.hidden = contiguous_copy(self.hidden)", "self.hidden = self.hidden", (STRIDE,)),
         ("noise of the least", f"{NOISE}:gumbel", "return -_log(", "return _log(", (TOKENS,)),
         ("noise of another token of a block", f"{NOISE}:random_tile", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", (TOKENS,)),
         ("noise of a block for all its tokens", f"{NOISE}:random_tile", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, a), tl.join(a, a))", (TOKENS,)),

@@ -17,6 +17,7 @@ from .copies import (
     StridedCodes,
     Stripe,
     Tile,
+    load_scale_source,
     store_codes,
     store_rows,
     store_stripe,
@@ -28,7 +29,9 @@ from .passes import FP32_MAX
 class Destination(NamedTuple):
     """Copies of a quantized result, as the argument of a kernel."""
 
-    given: Tensor | None  # a scalar: the amax of the result, if the scales depend on it
+    given: (
+        Tensor | None
+    )  # a scalar: the amax of the result, if the scales depend on it, or with STATIC its scale
     amax: Tensor | None  # [blocks of rows, tiles]: amax of each tile, or None
     copy: StridedCodes  # row-wise
     copy_t: StridedCodes  # column-wise
@@ -36,10 +39,21 @@ class Destination(NamedTuple):
 
 @triton.jit
 def store_quantized(
-    y, mask, to, block, tile, tiles, rows, cols, FORMAT: tl.constexpr, CAST: tl.constexpr, ALIGN: tl.constexpr
+    y,
+    mask,
+    to,
+    block,
+    tile,
+    tiles,
+    rows,
+    cols,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STATIC: tl.constexpr = False,
 ):
     """Store the amax of a tile of a result, and its codes and scales. A group lies within the tile, and with a scale
-    for each row so does the row."""
+    for each row so does the row. With STATIC, `to.given` is the tensor's scale."""
     y = tl.where(mask, y, 0.0)  # [ROWS, COLS]
     block = block.to(tl.int64)
     start = tile * y.shape[1]
@@ -47,10 +61,7 @@ def store_quantized(
     largest = amax(y, axis=1)
     if to.amax is not None:
         tl.store(to.amax + block * tiles + tile, amax(largest, axis=0))
-    if to.given is not None:
-        given = tl.load(to.given)
-    else:
-        given = 0.0
+    given = load_scale_source(to.given, to.copy.scale, to.copy_t.scale, STATIC)
     if to.copy_t.data is not None or FORMAT.square:
         if to.copy.data is not None or to.copy_t.data is not None:
             store_stripe(
@@ -58,7 +69,7 @@ def store_quantized(
                 to.copy,
                 to.copy_t,
                 Stripe(block, start, rows, cols, ALIGN, True),
-                Encoding(given, FP32_MAX, FORMAT, CAST, False),
+                Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
             )
     elif to.copy.data is not None:
         if FORMAT.block == "row" or FORMAT.block == "tensor":
@@ -67,7 +78,7 @@ def store_quantized(
                 tl.store(to.copy.scale + row, scale, mask=row < rows)
                 factor = factor[:, None]
             else:
-                factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, False))
+                factor = tensor_factor(Encoding(given, FP32_MAX, FORMAT, CAST, STATIC))
             codes = encode(scaled(y, factor, FORMAT), FORMAT, CAST)
             store_codes(codes, to.copy, Tile(row, start, rows, cols, ALIGN, True, True), FORMAT)
         else:
@@ -75,5 +86,5 @@ def store_quantized(
                 y,
                 to.copy,
                 Tile(row, start, rows, cols, ALIGN, True, True),
-                Encoding(given, FP32_MAX, FORMAT, CAST, False),
+                Encoding(given, FP32_MAX, FORMAT, CAST, STATIC),
             )

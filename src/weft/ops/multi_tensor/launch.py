@@ -92,9 +92,8 @@ def launch_multi_tensor_clip(_: Nothing, a: ClipArgs) -> None:
     address = norm.data_ptr()
     index = bisect_right(begins, address) - 1
     if index >= 0 and address < ends[index]:
-        norm = contiguous_copy(
-            norm
-        )  # it lies inside a tensor to be scaled, so programs could read it after scaling
+        # It lies inside a tensor to be scaled, so programs could read it after scaling.
+        norm = contiguous_copy(norm)
     target = capabilities_of(table.entries.device)
     for segment in table.segments:
         _clip_launch(segment.dtype, target)(

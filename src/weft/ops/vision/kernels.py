@@ -61,6 +61,7 @@ def patchify_kernel(
     CHANNELS_FIRST: tl.constexpr,  # in a patch
     FORMAT: tl.constexpr,  # of the result, or None
     CAST: tl.constexpr,
+    STATIC: tl.constexpr,  # the caller passed the tensor's scale
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGN: tl.constexpr,  # divides cols
@@ -91,4 +92,4 @@ def patchify_kernel(
     elif FORMAT is None:
         tl.store(y_ptr + y_off, x.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        store_quantized(x, mask, to, block, tile, tiles, rows, cols, FORMAT, CAST, ALIGN)
+        store_quantized(x, mask, to, block, tile, tiles, rows, cols, FORMAT, CAST, ALIGN, STATIC)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Codes, Format
-from ...runtime import Capabilities, Launch, capabilities_of, choice
+from ...runtime import Capabilities, Launch, capabilities_of, choice, scratch
 from ..common.copies import cast_mode, copy_arguments
 from ..common.destination import Destination
 from ..common.passes import make_copies
@@ -79,6 +79,7 @@ class PatchLaunch:
         self.run_align = contiguous_run(image, patch, channels_first)
         self.format = None if format is None else Format.of(format)
         self.target = capabilities_of(image.device)
+        self.static = False  # the caller passed the scale of the result
 
     def run(
         self,
@@ -99,6 +100,7 @@ class PatchLaunch:
             CHANNELS_FIRST=self.channels_first,
             FORMAT=format,
             CAST=cast_mode(self.target),
+            STATIC=self.static and format is not None,
             ROWS=rows,
             TILE=tile,
             ALIGN=align_of(self.cols),
@@ -106,7 +108,7 @@ class PatchLaunch:
         )
         partials = None
         if wants_amax:
-            partials = torch.empty(programs, dtype=torch.float32, device=self.image.device)
+            partials = scratch((programs,), torch.float32, self.image.device)
         launch(
             (programs, 1, 1),
             *patchify_kernel.arguments(
@@ -135,6 +137,7 @@ class PatchLaunch:
     def fill(self, result: Result, options: ResultOptions) -> None:
         """Compute the patches into a result. A tile has whole groups of a row. Other groups go through fp32 memory: a
         tile of 128 patches, each element with an address of its own, would spill registers."""
+        self.static = options.scale is not None
         if self.format is None:
             self.run(result.y)
         elif (
@@ -142,7 +145,7 @@ class PatchLaunch:
             or self.format.square
             or (self.format.block == "row" and self.cols > LONGEST_TILE)
         ):
-            y = torch.empty((self.rows, self.cols), dtype=torch.float32, device=self.image.device)
+            y = scratch((self.rows, self.cols), torch.float32, self.image.device)
             self.run(y)
             quantize_into(result, options, y)
         else:
