@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,8 +30,8 @@ class Hoisted(Plain):
         width = 3 * self.sizes.expert_width
         self.table = policy.modulations().unflatten(-1, (-1, width))
 
-    def modulations(self, step: Tensor) -> list[Tensor]:
-        return list(self.table.index_select(0, step[None])[0].unbind())
+    def modulations(self, step: Tensor) -> Iterator[Tensor]:
+        return iter(self.table.index_select(0, step[None])[0].unbind())
 
 
 def seconds(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -42,6 +42,7 @@ def seconds(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[st
             begin = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - begin)
+            print(f"{name}: {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
