@@ -1,6 +1,6 @@
 """Generate a robot's actions by flow matching: images and a prompt once, then ten replays of one captured step.
 
-python examples/denoise.py                              # a small policy, in seconds
+python examples/denoise.py                              # a small policy, in a minute
 python examples/denoise.py --size pi05                  # the sizes of Pi0.5, 3.6 billion random parameters, in minutes
 
 A vision encoder (SigLIP) turns patches of images into tokens. A language model (Gemma) reads them with the prompt and

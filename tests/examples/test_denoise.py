@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,17 +14,24 @@ import weft.nn
 from tests.support.allocations import allocations_of
 from tests.support.examples import example
 
+EXAMPLE = Path(__file__).parents[2] / "examples/denoise.py"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_policy_agrees_with_pytorch(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, fused, frozen = example("denoise").main(batch=batch)
-    assert fused.error < 1.25 * plain.error
+def test_the_policy_agrees_with_pytorch(batch: int) -> None:
+    # A process of its own: here, allocations are filled with poison, which counts as kernels.
+    command = [sys.executable, str(EXAMPLE), "--batch", str(batch)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    plain, fused, frozen = (
+        (float(error), int(kernels))
+        for error, kernels in re.findall(r"  (0\.\d+) +(\d+)$", printed, re.MULTILINE)
+    )
+    assert fused[0] < 1.25 * plain[0]
     # Frozen scales of e4m3 cost about as much as 3 bits of a mantissa, averaged over the terms of a product.
-    assert plain.error < frozen.error < 0.02
-    assert fused.kernels * 5 <= plain.kernels
-    assert frozen.kernels * 5 <= plain.kernels * 1.1
-    assert "equal the eager loop" in capsys.readouterr().out
+    assert plain[0] < frozen[0] < 0.02
+    assert max(fused[1], frozen[1]) * 5 <= plain[1]
+    assert "equal the eager loop" in printed
 
 
 def test_a_step_is_captured_once_for_all_requests() -> None:
