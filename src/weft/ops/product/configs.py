@@ -87,6 +87,8 @@ def product_config(
             k = 64
             if grouped is not None and decoded and name != "sm_80":
                 n = 32  # finding a tile's group takes registers too
+        if kind == "half" and target.target == "sm_110":
+            k = 64  # its kernels get fewer registers than those of sm_100, and 128 would spill 40 bytes
         if invariant:
             m = 64  # one instruction shape for any number of rows
         return ProductConfig(m, n, k, warps, stages)
