@@ -52,7 +52,7 @@ class Sizes:
     steps: int
 
     @property
-    def seen(self) -> int:
+    def image_tokens(self) -> int:
         """Number of tokens of the images."""
         return self.views * (self.image // self.patch) ** 2
 
@@ -75,8 +75,8 @@ class Place(NamedTuple):
     def of(lengths: Tensor, s: Sizes) -> Place:
         """Place the actions after the images and the first `lengths` tokens of the prompts."""
         request = torch.arange(len(lengths), device=lengths.device)[:, None]
-        positions = s.seen + lengths[:, None] + torch.arange(s.horizon, device=lengths.device)
-        slots = positions + request * (s.seen + s.prompt + s.horizon)
+        positions = s.image_tokens + lengths[:, None] + torch.arange(s.horizon, device=lengths.device)
+        slots = positions + request * (s.image_tokens + s.prompt + s.horizon)
         return Place(positions, slots, positions[:, -1] + 1, request.int())
 
 
@@ -206,8 +206,8 @@ class Policy(nn.Module):
     def read(self, images: Tensor, prompt: Tensor, lengths: Tensor, caches: Sequence[weft.KVCache]) -> None:
         """Write the keys and values of images and prompts to the caches of the layers."""
         batch, s = len(prompt), self.sizes
-        seen, tokens = self.vision(images.flatten(0, 1)), self.embed(prompt) * s.width**0.5
-        h, x = torch.cat([seen.reshape(batch, s.seen, s.width), tokens], 1), None
+        vision, tokens = self.vision(images.flatten(0, 1)), self.embed(prompt) * s.width**0.5
+        h, x = torch.cat([vision.reshape(batch, s.image_tokens, s.width), tokens], 1), None
         request = torch.arange(batch, device=h.device)[:, None]
         slots = torch.arange(h.shape[1], device=h.device) + request * caches[0].k.shape[1]
         for layer, cache in zip(self.reader, caches, strict=True):
@@ -215,7 +215,7 @@ class Policy(nn.Module):
             q, k, v, _ = weft.qkv_prepare(layer.qkv(y), **self.prepare, cache=cache, slots=slots)
             if layer is self.reader[-1]:
                 return  # the expert needs no more of it
-            a = weft.attention(q, k, v, kv_lengths=s.seen + lengths, layout="bshd")
+            a = weft.attention(q, k, v, kv_lengths=s.image_tokens + lengths, layout="bshd")
             y, h = add_and_norm(layer.norm2, h, layer.out(a.flatten(-2)), layer.gate_up)
             x = layer.down(activated(layer.gate_up(y), layer.down))
 
@@ -259,7 +259,7 @@ class Denoiser:
     def __init__(self, policy: Policy, batch: int) -> None:
         self.policy, self.sizes, like = policy, policy.sizes, policy.action_in.weight
         s = self.sizes
-        shape = (batch, s.seen + s.prompt + s.horizon, 1, s.dim)
+        shape = (batch, s.image_tokens + s.prompt + s.horizon, 1, s.dim)
         self.caches = [weft.KVCache(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(s.layers)]
         self.actions = like.new_zeros(batch, s.horizon, s.action, dtype=torch.float32)
         self.noisy = like.new_zeros(self.actions.shape)
@@ -371,7 +371,9 @@ class Plain:
         """Return keys and values of all layers."""
         s, policy, caches = self.sizes, self.policy, []
         tokens = F.embedding(prompt, policy.embed.weight).to(self.dtype) * s.width**0.5
-        h = torch.cat([self.vision(images.flatten(0, 1)).reshape(len(prompt), s.seen, s.width), tokens], 1)
+        h = torch.cat(
+            [self.vision(images.flatten(0, 1)).reshape(len(prompt), s.image_tokens, s.width), tokens], 1
+        )
         position = torch.arange(h.shape[1])
         mask, angles = self.mask(lengths), self.angles(position[None])
         for layer in policy.reader:
@@ -385,9 +387,10 @@ class Plain:
 
     def mask(self, lengths: Tensor) -> Tensor:
         """Return which tokens of the prefix exist: [batch, 1, 1, tokens]."""
-        return (torch.arange(self.sizes.seen + self.sizes.prompt) < self.sizes.seen + lengths[:, None])[
-            :, None, None
-        ]
+        return (
+            torch.arange(self.sizes.image_tokens + self.sizes.prompt)
+            < self.sizes.image_tokens + lengths[:, None]
+        )[:, None, None]
 
     def modulations(self, step: Tensor) -> Iterator[Tensor]:
         """Yield scale, shift and gate of each norm in turn."""
@@ -404,7 +407,7 @@ class Plain:
     ) -> Tensor:
         s, policy = self.sizes, self.policy
         mask = F.pad(self.mask(lengths), (0, s.horizon), value=True)
-        angles = self.angles(s.seen + lengths[:, None] + torch.arange(s.horizon))
+        angles = self.angles(s.image_tokens + lengths[:, None] + torch.arange(s.horizon))
         h, norms = self.linear(policy.action_in, actions.to(self.dtype)), self.modulations(step)
         for layer, (keys, values) in zip(policy.expert, caches, strict=True):
             y, gate = self.modulated(next(norms), h)

@@ -89,7 +89,8 @@ def convert(
     if recipe is None:
         matrices = _undone(model)
     else:
-        formats = (FORMAT, FORMAT) if is_static else _formats(Recipe.of(recipe))
+        parsed = None if is_static else Recipe.of(recipe)
+        formats = (FORMAT, FORMAT) if parsed is None else (parsed.x, parsed.weight)
         matrices = _judged(model, formats, filter, is_static)
     frozen: dict[str, LayerScale] = {}
     if scales is not None:
@@ -120,10 +121,6 @@ class _Matrices(NamedTuple):
     module: nn.Module
     title: str
     reason: str | None
-
-
-def _formats(recipe: Recipe) -> tuple[str | None, str | None]:
-    return recipe.x, recipe.weight
 
 
 def _all_matrices(
@@ -259,7 +256,7 @@ def _calibrated(
         raise ValueError(
             f"the calibration is for {calibration.format}, and {STATIC!r} takes {FORMAT}: calibrate again"
         )
-    result, found = [], {}
+    result, frozen = [], {}
     for m in matrices:
         reason = m.reason
         if reason is None:
@@ -274,12 +271,12 @@ def _calibrated(
                     "the weights it had then"
                 )
             if layer.amax:
-                found[m.name] = layer
+                frozen[m.name] = layer
             else:
                 what = "it was never called" if layer.amax is None else "its inputs were all zero"
                 reason = f"{what} during calibration"
         result.append(m._replace(reason=reason))
-    return result, found
+    return result, frozen
 
 
 def _missing(name: str, weight_hash: str, calibration: Calibration) -> str:
